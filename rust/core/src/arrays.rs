@@ -1,0 +1,113 @@
+//! Arrays of numbers on the wire, as JSON lists or base64, straight into typed buffers.
+
+use std::borrow::Cow;
+
+use base64_simd::STANDARD;
+use bytemuck::Pod;
+
+use crate::error::{ErrorKind, Flaw};
+use crate::json::{Cursor, Peek, RawStr, Result as JsonResult, Span};
+use crate::text::unescape;
+
+#[cfg(not(target_endian = "little"))]
+compile_error!("arrays on the wire are little endian, and are taken as they are");
+
+/// Stands in the staged ids for an element that is no token id; reported before it can get anywhere.
+pub(crate) const NO_TOKEN: i32 = -1;
+
+/// The largest token id: ids are int32.
+pub(crate) const MAX_TOKEN: u64 = i32::MAX as u64;
+
+/// Take one element that should be a token id, inside `depth` containers.
+#[inline]
+pub(crate) fn next_token(cursor: &mut Cursor<'_>, depth: u32) -> JsonResult<i32> {
+    if let Some(token) = cursor.next_plain_integer() {
+        return Ok(i32::try_from(token).unwrap_or(NO_TOKEN));
+    }
+    if cursor.peek()? == Peek::Number {
+        let value = cursor.next_number()?.as_integer(MAX_TOKEN);
+        return Ok(value.and_then(|value| i32::try_from(value).ok()).unwrap_or(NO_TOKEN));
+    }
+    cursor.skip_value(depth)?;
+    Ok(NO_TOKEN)
+}
+
+/// Take the rest of a list of token ids, from an element on, inside `depth` containers; where its last one ends.
+pub(crate) fn next_tokens(cursor: &mut Cursor<'_>, depth: u32, ids: &mut Vec<i32>) -> JsonResult<usize> {
+    loop {
+        ids.push(next_token(cursor, depth)?);
+        let end = cursor.at;
+        if !cursor.next_element()? {
+            return Ok(end);
+        }
+    }
+}
+
+/// A list of ids that came with the tokens, as base64 of int32 or as a JSON list; ids below 0 are refused.
+pub(crate) fn int32_array(data: &[u8], value: Span, path: &'static str) -> Result<Vec<i32>, Flaw> {
+    let mut cursor = Cursor::over(data, value);
+    let at = value.start();
+    let ids = match cursor.peek().map_err(|_| damaged(at, path, "no array"))? {
+        Peek::String => {
+            let text = cursor.next_string().map_err(|_| damaged(at, path, "no string"))?;
+            base64_array::<i32>(data, text, None, path)?
+        }
+        Peek::Array => {
+            let mut ids = Vec::new();
+            let listed = if cursor.next_array() { next_tokens(&mut cursor, 3, &mut ids) } else { Ok(0) };
+            listed.map_err(|_| damaged(at, path, "no list"))?;
+            ids
+        }
+        _ => return Err(damaged(at, path, "an array was expected: base64 of int32, or a list")),
+    };
+    if let Some(index) = ids.iter().position(|&id| id < 0) {
+        return Err(damaged(at, path, format!("entry {index} is no integer in 0 … 2147483647")));
+    }
+    Ok(ids)
+}
+
+/// Decode base64 (standard alphabet, padded, nothing else) of little-endian numbers.
+///
+/// `expected` is how many there must be, and why.
+pub(crate) fn base64_array<T: Pod>(
+    data: &[u8],
+    text: RawStr,
+    expected: Option<(usize, &str)>,
+    path: &'static str,
+) -> Result<Vec<T>, Flaw> {
+    let at = text.span.start();
+    let encoded: Cow<'_, [u8]> = if text.has_escapes {
+        let mut plain = String::new();
+        unescape(text.span.of(data), &mut plain);
+        Cow::Owned(plain.into_bytes())
+    } else {
+        Cow::Borrowed(text.span.of(data))
+    };
+    let bytes =
+        STANDARD.decoded_length(&encoded).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
+    let size = size_of::<T>();
+    if let Some((count, why)) = expected
+        && bytes != count * size
+    {
+        return Err(damaged(
+            at,
+            path,
+            format!("{bytes} bytes, but {count} numbers of {size} bytes were expected: {why}"),
+        ));
+    }
+    if !bytes.is_multiple_of(size) {
+        return Err(damaged(at, path, format!("{bytes} bytes are no whole number of {size}-byte numbers")));
+    }
+    let mut numbers = Vec::new();
+    numbers
+        .try_reserve_exact(bytes / size)
+        .map_err(|_| Flaw::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {bytes} bytes")))?;
+    numbers.resize(bytes / size, T::zeroed());
+    let target = base64_simd::Out::from_slice(bytemuck::cast_slice_mut(&mut numbers));
+    STANDARD.decode(&encoded, target).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
+    Ok(numbers)
+}
+
+pub(crate) fn damaged(at: usize, path: &'static str, message: impl Into<Cow<'static, str>>) -> Flaw {
+    Flaw::new(ErrorKind::Metadata, at, path, message)
+}

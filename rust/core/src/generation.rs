@@ -1,0 +1,309 @@
+//! What one call produced, and the buffers it grows in.
+
+use crate::json::Span;
+use crate::text::unescape;
+
+/// Why the engine ended a generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token or a stop string.
+    Stop,
+    /// The budget is used up.
+    Length,
+    /// Somebody aborted it.
+    Abort,
+}
+
+impl FinishReason {
+    /// The word on the wire, and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Abort => "abort",
+        }
+    }
+}
+
+/// What a generation stopped at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Matched {
+    /// A token id.
+    Token(i64),
+    /// A stop string, or the pattern of one.
+    Text(String),
+}
+
+/// The ids of the experts that each token was routed to, in C order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RoutedExperts {
+    /// SGLang's own type.
+    Int32(Vec<i32>),
+    /// Up to 256 experts.
+    Uint8(Vec<u8>),
+    /// Up to 65,536 experts.
+    Uint16(Vec<u16>),
+}
+
+/// The ids that sampling could choose, per token: `ids[offsets[i]..offsets[i + 1]]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TopP {
+    /// All ids, one token after the other.
+    pub ids: Vec<i32>,
+    /// Tokens + 1 of them.
+    pub offsets: Vec<i32>,
+}
+
+/// Which weights produced the tokens `start..end`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VersionSpan {
+    /// The engine's label for its weights.
+    pub version: String,
+    /// The first token.
+    pub start: usize,
+    /// Behind the last token.
+    pub end: usize,
+}
+
+/// Make room by an eighth at least, so that little is held in vain and growing stays linear.
+fn grow<T>(buffer: &mut Vec<T>, more: usize) -> bool {
+    buffer.capacity() - buffer.len() >= more || buffer.try_reserve_exact(more.max(buffer.len() / 8)).is_ok()
+}
+
+/// What one HTTP call produced.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Generation {
+    /// The sampled tokens.
+    pub token_ids: Vec<i32>,
+    /// One for each token; None if they were not asked for.
+    pub logprobs: Option<Vec<f64>>,
+    /// The engine's text; None if it sent none.
+    pub text: Option<String>,
+    /// None if the stream was cut.
+    pub finish_reason: Option<FinishReason>,
+    /// What it stopped at, if told.
+    pub matched: Option<Matched>,
+    /// Routed experts, if sent; the parser has checked their number.
+    pub routed_experts: Option<RoutedExperts>,
+    /// The rows of `routed_experts`; None if the parser was not told their shape.
+    pub expert_rows: Option<usize>,
+    /// Sampling masks, if sent for every token.
+    pub top_p: Option<TopP>,
+    /// Weight versions over the tokens, in order.
+    pub version_spans: Vec<VersionSpan>,
+    /// The length of the prompt, as last told.
+    pub prompt_tokens: Option<u64>,
+    /// Tokens of the prompt that came from the cache, as last told.
+    pub cached_tokens: Option<u64>,
+    /// Logprobs kept although they are a stand-in for minus infinity.
+    pub clamped_logprobs: usize,
+    /// Every other key with its latest value, both as JSON. Of a key that comes twice the last value counts.
+    pub meta: Vec<(String, String)>,
+}
+
+impl Generation {
+    /// Make room for `more` tokens, or change nothing.
+    ///
+    /// Grows by an eighth: at most 13.5 bytes are held per token, and realloc moves large blocks without a copy.
+    pub(crate) fn reserve(&mut self, more: usize) -> bool {
+        grow(&mut self.token_ids, more) && self.logprobs.as_mut().is_none_or(|logprobs| grow(logprobs, more))
+    }
+
+    /// Note that the tokens from `start` on came from `version`.
+    pub(crate) fn extend_version(&mut self, version: &str, start: usize) {
+        let end = self.token_ids.len();
+        if start == end {
+            return;
+        }
+        match self.version_spans.last_mut() {
+            Some(last) if last.end == start && last.version == version => last.end = end,
+            _ => self.version_spans.push(VersionSpan { version: version.to_owned(), start, end }),
+        }
+    }
+
+    /// Bytes held by the buffers.
+    pub(crate) fn held(&self) -> usize {
+        let experts = match &self.routed_experts {
+            None => 0,
+            Some(RoutedExperts::Int32(ids)) => ids.capacity() * 4,
+            Some(RoutedExperts::Uint8(ids)) => ids.capacity(),
+            Some(RoutedExperts::Uint16(ids)) => ids.capacity() * 2,
+        };
+        let top_p = self.top_p.as_ref().map_or(0, |top_p| (top_p.ids.capacity() + top_p.offsets.capacity()) * 4);
+        let logprobs = self.logprobs.as_ref().map_or(0, Vec::capacity) * size_of::<f64>();
+        self.token_ids.capacity() * size_of::<i32>() + logprobs + experts + top_p
+    }
+
+    /// Give back what the buffers reserved for more.
+    pub(crate) fn shrink(&mut self) {
+        self.token_ids.shrink_to_fit();
+        if let Some(logprobs) = &mut self.logprobs {
+            logprobs.shrink_to_fit();
+        }
+        if let Some(top_p) = &mut self.top_p {
+            top_p.ids.shrink_to_fit();
+            top_p.offsets.shrink_to_fit();
+        }
+    }
+}
+
+/// The text so far.
+///
+/// A whole text that replaces the last one is kept as it came and decoded when somebody wants it: a cumulative
+/// stream repeats it in each event.
+#[derive(Default)]
+pub(crate) struct Text {
+    plain: String,
+    /// Where the text of the last event that held one begins in `plain`.
+    last: usize,
+    /// A string of JSON that stands for the text instead of `plain`.
+    raw: Vec<u8>,
+    is_raw: bool,
+    is_told: bool,
+    is_missing: bool,
+}
+
+impl Text {
+    pub(crate) fn append(&mut self, raw: &[u8], has_escapes: bool) {
+        self.settle();
+        self.is_told = true;
+        self.last = self.plain.len();
+        if has_escapes {
+            unescape(raw, &mut self.plain);
+        } else {
+            self.plain.push_str(std::str::from_utf8(raw).unwrap_or_default());
+        }
+    }
+
+    pub(crate) fn replace(&mut self, raw: &[u8]) {
+        self.is_told = true;
+        self.is_raw = true;
+        self.raw.clear();
+        self.raw.extend_from_slice(raw);
+    }
+
+    pub(crate) fn set(&mut self, text: String) {
+        self.is_told = true;
+        self.is_raw = false;
+        self.last = 0;
+        self.plain = text;
+    }
+
+    /// The events have turned out to be cumulative: only the last text counts.
+    pub(crate) fn keep_last(&mut self) {
+        self.settle();
+        self.plain.drain(..self.last);
+        self.last = 0;
+    }
+
+    /// An event brought tokens and no text.
+    pub(crate) fn miss(&mut self) {
+        self.is_missing = true;
+    }
+
+    pub(crate) fn plain(&mut self) -> &str {
+        self.settle();
+        &self.plain
+    }
+
+    pub(crate) fn take(&mut self) -> Option<String> {
+        self.settle();
+        let text = std::mem::take(&mut self.plain);
+        (self.is_told && !self.is_missing).then_some(text)
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        self.plain.capacity() + self.raw.capacity()
+    }
+
+    fn settle(&mut self) {
+        if self.is_raw {
+            self.is_raw = false;
+            self.last = 0;
+            self.plain.clear();
+            unescape(&self.raw, &mut self.plain);
+        }
+    }
+}
+
+/// One member of an event that no field of the generation holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Member {
+    /// Without its quotes, as it stands on the wire.
+    pub key: Span,
+    pub value: Span,
+}
+
+/// The latest value of each such key, in the order of their first coming.
+#[derive(Default)]
+pub(crate) struct Meta {
+    entries: Vec<(Box<[u8]>, Vec<u8>)>,
+}
+
+impl Meta {
+    pub(crate) fn update(&mut self, data: &[u8], members: &[Member]) {
+        let mut next = 0;
+        for member in members {
+            let key = member.key.of(data);
+            // Engines write the same keys in the same order.
+            let is_key = |(known, _): &(Box<[u8]>, Vec<u8>)| **known == *key;
+            let behind = self.entries[next.min(self.entries.len())..].iter().position(is_key);
+            let place = behind.map(|index| next + index).or_else(|| self.entries.iter().position(is_key));
+            next = place.map_or(self.entries.len(), |place| place) + 1;
+            let value = member.value.of(data);
+            if let Some(place) = place {
+                let latest = &mut self.entries[place].1;
+                latest.clear();
+                latest.extend_from_slice(value);
+            } else {
+                self.entries.push((key.into(), value.to_vec()));
+            }
+        }
+    }
+
+    pub(crate) fn take(&mut self) -> Vec<(String, String)> {
+        let owned = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap_or_default();
+        std::mem::take(&mut self.entries)
+            .into_iter()
+            .map(|(key, value)| (owned(key.into_vec()), owned(value)))
+            .collect()
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        self.entries.iter().map(|(key, value)| key.len() + value.capacity()).sum()
+    }
+}
+
+/// A generation while it grows.
+#[derive(Default)]
+pub(crate) struct Growing {
+    pub generation: Generation,
+    pub text: Text,
+    pub meta: Meta,
+    /// What stood beside `meta_info`.
+    pub outer_meta: Meta,
+    /// Whether sampling masks have come for every token so far.
+    pub covers_top_p: bool,
+}
+
+impl Growing {
+    pub(crate) fn new(logprobs: bool) -> Self {
+        let generation = Generation { logprobs: logprobs.then(Vec::new), ..Generation::default() };
+        Self { generation, covers_top_p: true, ..Self::default() }
+    }
+
+    pub(crate) fn take(&mut self) -> Generation {
+        let mut generation = std::mem::take(&mut self.generation);
+        generation.text = self.text.take();
+        // A key that stands in both places comes twice, and the last one counts.
+        generation.meta = self.outer_meta.take();
+        generation.meta.extend(self.meta.take());
+        generation.shrink();
+        generation
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        self.generation.held() + self.text.held() + self.meta.held() + self.outer_meta.held()
+    }
+}

@@ -1,0 +1,24 @@
+//! Folds the raw bytes of a streamed LLM generation into arrays.
+//!
+//! Bytes come in as they come from the socket, cut anywhere: [`Parser::feed`] reads server-sent events, checks each
+//! one against everything before it, and appends its tokens. [`Parser::take`] gives the [`Generation`]. There is no
+//! IO here, no clock, no thread, no Python.
+//!
+//! If anything in here panics, whatever the bytes, that is a bug: the fuzz targets hold it to that.
+
+#![forbid(unsafe_code)]
+
+mod arrays;
+mod error;
+mod generation;
+mod json;
+mod number;
+mod parser;
+mod prefix;
+mod sglang;
+mod sse;
+mod text;
+
+pub use error::{EngineFault, Error, ErrorKind, ParseError};
+pub use generation::{FinishReason, Generation, Matched, RoutedExperts, TopP, VersionSpan};
+pub use parser::{Clamped, Dialect, Dtype, Experts, Options, Parser};

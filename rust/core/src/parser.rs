@@ -1,0 +1,277 @@
+//! Raw bytes of one streamed reply in, one generation out.
+
+use crate::error::{Error, ErrorKind, Flaw, ParseError};
+use crate::generation::{Generation, Growing};
+use crate::sglang::{Mode, Refusal, Sglang};
+use crate::sse::{Event, Framer};
+
+/// Room for so many tokens is reserved at once, if as many were asked for.
+const FIRST_RESERVE: usize = 4096;
+
+/// The type of one routed expert on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// 4 bytes.
+    Int32,
+    /// 1 byte.
+    Uint8,
+    /// 2 bytes.
+    Uint16,
+}
+
+impl Dtype {
+    /// The name that numpy and the wire use.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Int32 => "int32",
+            Self::Uint8 => "uint8",
+            Self::Uint16 => "uint16",
+        }
+    }
+
+    /// The type of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Int32, Self::Uint8, Self::Uint16].into_iter().find(|dtype| dtype.name() == name)
+    }
+}
+
+/// How the engine writes routed experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Experts {
+    /// Layers in each row.
+    pub num_layers: usize,
+    /// Experts that each token is routed to, in each layer.
+    pub top_k: usize,
+    /// The range that ids are checked against.
+    pub num_experts: Option<u32>,
+    /// Used where the reply does not tell the type.
+    pub dtype: Dtype,
+}
+
+/// What to do with a logprob that stands for minus infinity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clamped {
+    /// It is damage.
+    Raise,
+    /// Keep it as it came, and count it.
+    Keep,
+}
+
+/// How an engine writes a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// SGLang, cumulative or incremental: the stream shows which.
+    Sglang,
+    /// SGLang as it is by default: each event repeats the whole response.
+    SglangCumulative,
+    /// SGLang with `--incremental-streaming-output`.
+    SglangIncremental,
+}
+
+impl Dialect {
+    /// Every dialect, by its name.
+    pub const ALL: [(&'static str, Self); 3] = [
+        ("sglang", Self::Sglang),
+        ("sglang-cumulative", Self::SglangCumulative),
+        ("sglang-incremental", Self::SglangIncremental),
+    ];
+}
+
+/// What was asked of the engine, and the limits.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Whether logprobs were asked for.
+    pub logprobs: bool,
+    /// Whether routed experts were asked for, and their shape.
+    pub experts: Option<Experts>,
+    /// The number of tokens sent as the prompt; None if the engine makes them, as from images.
+    pub prompt_len: Option<u64>,
+    /// The position of the first row of routed experts.
+    pub experts_start: u64,
+    /// What to do with a logprob that stands for minus infinity.
+    pub clamped: Clamped,
+    /// Sizes the first buffers.
+    pub max_new_tokens: Option<usize>,
+    /// The largest event.
+    pub max_event_bytes: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            logprobs: true,
+            experts: None,
+            prompt_len: None,
+            experts_start: 0,
+            clamped: Clamped::Raise,
+            max_new_tokens: None,
+            max_event_bytes: 1 << 30,
+        }
+    }
+}
+
+/// Folds the bytes of one reply.
+///
+/// ```
+/// use streamfold_core::{Dialect, Options, Parser};
+///
+/// let mut parser = Parser::new(Dialect::Sglang, Options::default());
+/// let event = br#"data: {"text":"Hi","meta_info":{"completion_tokens":1,"output_token_logprobs":[[-0.25,21,null]],
+/// "finish_reason":{"type":"length"}}}"#;
+/// parser.feed(&event.map(|byte| if byte == b'\n' { b' ' } else { byte }))?;
+/// assert_eq!(parser.feed(b"\n\ndata: [DONE]\n\n")?, 1);
+/// parser.close(false)?;
+/// assert_eq!(parser.take().token_ids, [21]);
+/// # Ok::<(), streamfold_core::Error>(())
+/// ```
+pub struct Parser {
+    framer: Framer,
+    folder: Folder,
+    error: Option<Error>,
+    /// What the counters said when the generation was taken.
+    taken: Option<(usize, bool)>,
+}
+
+/// What events are folded into.
+struct Folder {
+    options: Options,
+    dialect: Sglang,
+    growing: Growing,
+    is_done: bool,
+}
+
+impl Parser {
+    /// A parser for one reply.
+    #[must_use]
+    pub fn new(dialect: Dialect, options: Options) -> Self {
+        let mode = match dialect {
+            Dialect::Sglang => Mode::Unknown,
+            Dialect::SglangCumulative => Mode::Cumulative,
+            Dialect::SglangIncremental => Mode::Incremental,
+        };
+        let mut growing = Growing::new(options.logprobs);
+        // A failure here comes back with the first tokens, where it can be told.
+        growing.generation.reserve(options.max_new_tokens.unwrap_or(0).min(FIRST_RESERVE));
+        let folder = Folder { options, dialect: Sglang::new(mode, &options), growing, is_done: false };
+        Self { framer: Framer::new(options.max_event_bytes), folder, error: None, taken: None }
+    }
+
+    /// Read the next bytes, cut anywhere; the number of tokens that became available.
+    ///
+    /// # Errors
+    ///
+    /// Whatever is wrong with the first event that is wrong; from then on the same again.
+    pub fn feed(&mut self, data: &[u8]) -> Result<usize, Error> {
+        if let Some(error) = &self.error {
+            return Err(error.clone());
+        }
+        let before = self.token_count();
+        let folder = &mut self.folder;
+        let result = self.framer.feed(data, |event| folder.event(event));
+        self.keep_error(result)?;
+        Ok(self.token_count() - before)
+    }
+
+    /// Tell that the body has ended. An event that is pending is read if it is whole.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Truncated`] if no finish reason was seen, unless the call was aborted; and whatever is wrong with the
+    /// pending event, or was wrong before.
+    pub fn close(&mut self, aborted: bool) -> Result<(), Error> {
+        if let Some(error) = &self.error {
+            return Err(error.clone());
+        }
+        let result = self.finish();
+        self.keep_error(result)?;
+        if self.finished() || aborted {
+            return Ok(());
+        }
+        self.keep_error(Err(Error::Truncated { bytes: self.framer.position(), tokens: self.token_count() }))
+    }
+
+    fn finish(&mut self) -> Result<(), Error> {
+        let Some(event) = self.framer.finish()? else { return Ok(()) };
+        match self.folder.event(&event) {
+            // Cut in the middle: nothing was taken from it.
+            Err(Error::Parse(ParseError { kind: ErrorKind::Json | ErrorKind::Utf8, .. })) => Ok(()),
+            other => other.map(|_| ()),
+        }
+    }
+
+    fn keep_error(&mut self, result: Result<(), Error>) -> Result<(), Error> {
+        if let Err(error) = &result {
+            self.error = Some(error.clone());
+            self.framer.release();
+        }
+        result
+    }
+
+    /// Give what is there; the parser is spent.
+    pub fn take(&mut self) -> Generation {
+        self.taken = Some((self.token_count(), self.finished()));
+        self.framer.release();
+        self.folder.growing.take()
+    }
+
+    /// Tokens so far.
+    #[must_use]
+    pub fn token_count(&self) -> usize {
+        self.taken.map_or_else(|| self.folder.growing.generation.token_ids.len(), |(count, _)| count)
+    }
+
+    /// Whether the terminal event was seen.
+    #[must_use]
+    pub fn finished(&self) -> bool {
+        self.taken.map_or_else(|| self.folder.is_finished(), |(_, finished)| finished)
+    }
+
+    /// Whether `[DONE]` was seen.
+    #[must_use]
+    pub fn done(&self) -> bool {
+        self.folder.is_done
+    }
+
+    /// Bytes of memory held.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        size_of::<Self>() + self.framer.held() + self.folder.growing.held() + self.folder.dialect.held()
+    }
+}
+
+impl Folder {
+    fn is_finished(&self) -> bool {
+        self.growing.generation.finish_reason.is_some()
+    }
+
+    /// Fold one event; whether only `[DONE]` is of interest from now on.
+    fn event(&mut self, event: &Event<'_>) -> Result<bool, Error> {
+        if event.data == b"[DONE]" {
+            self.is_done = true;
+            return Ok(true);
+        }
+        if self.is_done || self.is_finished() {
+            return Ok(true);
+        }
+        // Most events are ASCII, which is seen ten times faster.
+        if !event.data.is_ascii()
+            && let Err(error) = std::str::from_utf8(event.data)
+        {
+            return Err(place(Flaw::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8"), event));
+        }
+        self.dialect.event(event.data, event.is_error, &self.options, &mut self.growing).map_err(|refusal| {
+            match refusal {
+                Refusal::Flaw(flaw) => place(flaw, event),
+                Refusal::Fault(fault) => Error::Engine(fault),
+            }
+        })?;
+        Ok(self.is_finished())
+    }
+}
+
+fn place(flaw: Flaw, event: &Event<'_>) -> Error {
+    let Flaw { kind, at, path, message } = flaw;
+    Error::Parse(ParseError { kind, offset: event.offset(at), path, message })
+}

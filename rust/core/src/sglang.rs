@@ -1,0 +1,277 @@
+//! One event of SGLang's `/generate` -> the generation.
+//!
+//! The checks come in one order, whatever the order of the keys: the error object, `meta_info` and the finish type,
+//! an abort with a status, types, counts, ids against pairs, what was sent before, ids, logprobs, side data. Only
+//! when all have passed is anything changed.
+
+mod checks;
+mod counts;
+mod faults;
+mod fields;
+mod layout;
+mod reader;
+mod side;
+mod staged;
+
+use crate::error::{EngineFault, ErrorKind, Flaw};
+use crate::generation::{FinishReason, Growing, Matched};
+use crate::json::{RawStr, Span};
+use crate::parser::Options;
+use crate::sglang::counts::{Counts, Shape, Step, check_prompt, told};
+use crate::sglang::faults::{error_object, finish_fault, is_error_object};
+use crate::sglang::fields::{Fields, RawMatched};
+use crate::sglang::reader::read;
+use crate::sglang::side::{Arrivals, SideData};
+use crate::sglang::staged::{Elements, List, Staged};
+use crate::text::unescape;
+
+const PAIRS: &str = "meta_info.output_token_logprobs";
+const IDS: &str = "output_ids";
+const LENGTH: &str = "meta_info.output_token_logprobs_length";
+const COMPLETION: &str = "meta_info.completion_tokens";
+const FINISH: &str = "meta_info.finish_reason";
+
+/// Whether each event repeats the whole response or holds only what is new.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Not known yet; the first event that can decide does.
+    Unknown,
+    Cumulative,
+    Incremental,
+}
+
+/// Why an event was refused.
+pub(crate) enum Refusal {
+    Flaw(Flaw),
+    Fault(EngineFault),
+}
+
+impl From<Flaw> for Refusal {
+    fn from(flaw: Flaw) -> Self {
+        Self::Flaw(flaw)
+    }
+}
+
+impl From<EngineFault> for Refusal {
+    fn from(fault: EngineFault) -> Self {
+        Self::Fault(fault)
+    }
+}
+
+/// The state of one stream.
+pub(crate) struct Sglang {
+    mode: Mode,
+    id: Option<Vec<u8>>,
+    version: Version,
+    staged: Staged,
+}
+
+impl Sglang {
+    pub(crate) fn new(mode: Mode, options: &Options) -> Self {
+        Self { mode, id: None, version: Version::default(), staged: Staged::new(options.logprobs) }
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        self.staged.held()
+    }
+
+    /// Fold one event; all or nothing. Its data is UTF-8.
+    pub(crate) fn event(
+        &mut self,
+        data: &[u8],
+        is_error: bool,
+        options: &Options,
+        growing: &mut Growing,
+    ) -> Result<(), Refusal> {
+        let mut fields = Fields::EMPTY;
+        read(data, &mut self.staged, &mut fields)
+            .map_err(|(at, why)| Flaw::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
+        if is_error || is_error_object(data, &fields) {
+            return Err(error_object(data, &fields).into());
+        }
+        let finish = checks::finish(&fields)?;
+        let fault = finish.and_then(|finish| finish_fault(data, &finish));
+        let reason = finish.and_then(|finish| finish.reason);
+        match fault {
+            None => self.fold(data, &fields, reason, options, growing)?,
+            Some(fault) => {
+                // What a broken engine had produced before is sound if it passes every check.
+                if fault.status.is_some_and(|status| status >= 500)
+                    && self.fold(data, &fields, reason, options, growing).is_ok()
+                {
+                    growing.generation.finish_reason = None;
+                }
+                return Err(fault.into());
+            }
+        }
+        growing.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| match matched {
+            RawMatched::Token(id) => Matched::Token(id),
+            RawMatched::Text(raw) => Matched::Text(decode(data, raw)),
+        });
+        Ok(())
+    }
+
+    fn fold(
+        &mut self,
+        data: &[u8],
+        fields: &Fields,
+        reason: Option<FinishReason>,
+        options: &Options,
+        growing: &mut Growing,
+    ) -> Result<(), Flaw> {
+        checks::identity(data, fields, self.id.as_deref())?;
+        checks::types(fields)?;
+        let kept = &growing.generation;
+        let counted = if options.logprobs { &fields.pairs } else { &fields.output_ids };
+        let list = counted.get();
+        let is_abort = reason == Some(FinishReason::Abort);
+        let counts = Counts {
+            fields,
+            list: counted,
+            elements: Elements::new(list, &self.staged, kept),
+            kept: kept.token_ids.len(),
+            told: told(fields, options, kept.token_ids.len(), is_abort)?,
+            mode: self.mode,
+            logprobs: options.logprobs,
+        };
+        let step = if is_abort { counts.abort_step()? } else { counts.step()? };
+        check_prompt(fields, options)?;
+        if !is_abort {
+            checks::ids_beside_pairs(data, fields, &self.staged, kept)?;
+        }
+        checks::prefix(data, list, counts.elements, step, kept)?;
+        let staged = if step.new > 0 { self.staged.stage_from(list, step.first, kept) } else { 0 };
+        checks::ids(data, list, step, &self.staged, staged)?;
+        let clamped = checks::logprobs(data, list, step, &self.staged, staged, options)?;
+        let side = if step.shape == Shape::Bare {
+            None
+        } else {
+            let arrivals = Arrivals {
+                kept: kept.token_ids.len(),
+                new: step.new,
+                len: list.map_or(0, |list| list.len),
+                is_last: reason.is_some(),
+            };
+            Some(SideData::read(data, fields, arrivals, options, kept)?)
+        };
+        if !growing.generation.reserve(step.new) {
+            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", format!("no memory for {} more tokens", step.new)));
+        }
+
+        // Nothing below can fail.
+        self.apply(data, fields, step, staged, growing);
+        growing.generation.clamped_logprobs += clamped;
+        if let Some(side) = side {
+            side.apply(step.new, growing);
+        }
+        growing.generation.finish_reason = reason;
+        self.remember(data, fields, list, step);
+        Ok(())
+    }
+
+    fn apply(&mut self, data: &[u8], fields: &Fields, step: Step, staged: usize, growing: &mut Growing) {
+        if self.mode == Mode::Unknown && step.mode == Mode::Cumulative {
+            growing.text.keep_last();
+        }
+        self.mode = step.mode;
+        self.apply_text(data, fields, step, growing);
+        let generation = &mut growing.generation;
+        let kept = generation.token_ids.len();
+        generation.token_ids.extend_from_slice(&self.staged.ids[staged..][..step.new]);
+        if let Some(logprobs) = &mut generation.logprobs {
+            logprobs.extend_from_slice(&self.staged.logprobs[staged..][..step.new]);
+        }
+        if let Some(label) = fields.weight_version.get() {
+            generation.extend_version(self.version.decode(data, label), kept);
+        }
+        generation.prompt_tokens = fields.prompt_tokens.get().or(generation.prompt_tokens);
+        generation.cached_tokens = fields.cached_tokens.get().or(generation.cached_tokens);
+        if let (None, Some(id)) = (&self.id, fields.id.get()) {
+            self.id = Some(id.span.of(data).to_vec());
+        }
+        growing.outer_meta.update(data, &self.staged.top_members);
+        growing.meta.update(data, &self.staged.meta_members);
+    }
+
+    fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, growing: &mut Growing) {
+        let text = &mut growing.text;
+        let Some(raw) = fields.text.get() else {
+            if step.new > 0 {
+                text.miss();
+            }
+            return;
+        };
+        let is_abort = fields.finish.get().is_some_and(|finish| finish.reason == Some(FinishReason::Abort));
+        let is_from_queue = is_abort && fields.prompt_tokens.get().is_none();
+        match step.shape {
+            Shape::Bare => {}
+            Shape::Glued => {
+                let glued = decode(data, raw);
+                let whole = behind_delta(&glued, text.plain()).to_owned();
+                text.set(whole);
+            }
+            _ if is_abort && self.mode == Mode::Cumulative => text.replace(raw.span.of(data)),
+            _ if is_from_queue => {
+                let told = decode(data, raw);
+                let kept = text.plain();
+                let whole = if told.starts_with(kept) { &told } else { behind_delta(&told, kept) };
+                let whole = whole.to_owned();
+                text.set(whole);
+            }
+            Shape::Whole => text.replace(raw.span.of(data)),
+            Shape::Delta => text.append(raw.span.of(data), raw.has_escapes),
+        }
+    }
+
+    /// Fingerprint the lists that hold everything, to know them when they come again.
+    fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<List>, step: Step) {
+        let staged = &mut self.staged;
+        let is_all = step.first + step.new == list.map_or(0, |list| list.len)
+            && (step.shape == Shape::Whole
+                || (step.shape == Shape::Delta && self.mode == Mode::Unknown && step.new > 0));
+        if self.mode == Mode::Incremental {
+            staged.pairs_prefix.clear();
+            staged.ids_prefix.clear();
+        } else if is_all {
+            if let Some(list) = fields.pairs.get() {
+                staged.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
+            }
+            match fields.output_ids.get() {
+                Some(list) => staged.ids_prefix.remember(data, list.start, list.end, list.len, list.known),
+                None => staged.ids_prefix.clear(),
+            }
+        }
+    }
+}
+
+/// The label of the weights, decoded once for each new one.
+#[derive(Default)]
+struct Version {
+    raw: Vec<u8>,
+    label: String,
+}
+
+impl Version {
+    fn decode(&mut self, data: &[u8], span: Span) -> &str {
+        let raw = span.of(data);
+        if self.raw != raw {
+            self.raw = raw.to_vec();
+            self.label = side::label(data, span);
+        }
+        &self.label
+    }
+}
+
+fn decode(data: &[u8], raw: RawStr) -> String {
+    let mut text = String::new();
+    unescape(raw.span.of(data), &mut text);
+    text
+}
+
+/// A text of the form D + A + D, where A was kept: the A + D at its end, counted in characters.
+fn behind_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
+    let length = glued.chars().count();
+    let whole = usize::midpoint(length, kept.chars().count());
+    let skip = length.saturating_sub(whole);
+    glued.char_indices().nth(skip).map_or("", |(start, _)| &glued[start..])
+}

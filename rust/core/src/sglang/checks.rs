@@ -1,0 +1,192 @@
+//! What is checked of one event beside its counts.
+
+use crate::arrays::NO_TOKEN;
+use crate::error::{ErrorKind, Flaw};
+use crate::generation::Generation;
+use crate::parser::{Clamped, Options};
+use crate::sglang::counts::{Shape, Step};
+use crate::sglang::fields::{Fields, Finish};
+use crate::sglang::staged::{Elements, List, Staged, element_at, pair_at};
+use crate::sglang::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
+
+/// What engines write for minus infinity: the smallest float32, and vLLM's own.
+const CLAMPED: [f64; 2] = [-3.402_823_466_385_288_6e38, -9999.0];
+
+/// `meta_info` and the finish type.
+pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {
+    if !fields.is_object {
+        return Err(Flaw::new(ErrorKind::Schema, 0, "", "an event must be a JSON object"));
+    }
+    if fields.meta_info.get().is_none() {
+        let message = "an object was expected; a router that drops fields it does not know makes such events";
+        return Err(Flaw::new(ErrorKind::Schema, fields.meta_info.at(), "meta_info", message));
+    }
+    let finish = &fields.finish;
+    if finish.is_wrong() {
+        return Err(Flaw::new(ErrorKind::Schema, finish.at(), FINISH, "null or an object with a type was expected"));
+    }
+    match finish.get() {
+        Some(Finish { reason: None, .. }) => Err(Flaw::new(
+            ErrorKind::Schema,
+            finish.at(),
+            format!("{FINISH}.type"),
+            "\"stop\", \"length\" or \"abort\" was expected",
+        )),
+        Some(Finish { status, .. }) if status.is_wrong() => {
+            Err(Flaw::new(ErrorKind::Schema, status.at(), format!("{FINISH}.status_code"), "an integer was expected"))
+        }
+        found => Ok(found),
+    }
+}
+
+/// One stream is one request: `index` and `id`.
+pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&[u8]>) -> Result<(), Flaw> {
+    if fields.index.is_wrong() || fields.index.get().is_some_and(|index| index != 0) {
+        let message =
+            "this stream holds several requests; ask for n = 1 and one prompt, and read each stream by itself";
+        return Err(Flaw::new(ErrorKind::Schema, fields.index.at(), "index", message));
+    }
+    let id = &fields.id;
+    let path = "meta_info.id";
+    if id.is_wrong() {
+        return Err(Flaw::new(ErrorKind::Schema, id.at(), path, "a string was expected"));
+    }
+    if let (Some(now), Some(before)) = (id.get(), known)
+        && now.span.of(data) != before
+    {
+        let [before, now] = [before, now.span.of(data)].map(String::from_utf8_lossy);
+        let message = format!("it was {before:?} and is {now:?}: the events of two requests are mixed");
+        return Err(Flaw::new(ErrorKind::Schema, id.at(), path, message));
+    }
+    Ok(())
+}
+
+/// The types of everything that is read.
+pub(super) fn types(fields: &Fields) -> Result<(), Flaw> {
+    let expected = [
+        (fields.text.is_wrong(), fields.text.at(), "text", "a string or null was expected"),
+        (fields.output_ids.is_wrong(), fields.output_ids.at(), IDS, "a list was expected"),
+        (fields.pairs.is_wrong(), fields.pairs.at(), PAIRS, "a list was expected"),
+        (fields.length.is_wrong(), fields.length.at(), LENGTH, "a count was expected"),
+        (fields.completion_tokens.is_wrong(), fields.completion_tokens.at(), COMPLETION, "a count was expected"),
+        (fields.prompt_tokens.is_wrong(), fields.prompt_tokens.at(), "meta_info.prompt_tokens", "a count was expected"),
+        (fields.cached_tokens.is_wrong(), fields.cached_tokens.at(), "meta_info.cached_tokens", "a count was expected"),
+        (
+            fields.weight_version.is_wrong(),
+            fields.weight_version.at(),
+            "meta_info.weight_version",
+            "a string was expected",
+        ),
+        (
+            fields.routed_experts.is_wrong(),
+            fields.routed_experts.at(),
+            "meta_info.routed_experts",
+            "base64 was expected",
+        ),
+    ];
+    if let Some(&(_, at, path, message)) = expected.iter().find(|(is_wrong, ..)| *is_wrong) {
+        return Err(Flaw::new(ErrorKind::Schema, at, path, message));
+    }
+    if let Some((index, at)) = fields.pairs.get().and_then(|pairs| pairs.misshapen) {
+        return Err(Flaw::new(ErrorKind::Schema, at, format!("{PAIRS}[{index}]"), "[logprob, id, text] was expected"));
+    }
+    Ok(())
+}
+
+/// `output_ids` must hold the ids of the pairs.
+pub(super) fn ids_beside_pairs(data: &[u8], fields: &Fields, staged: &Staged, kept: &Generation) -> Result<(), Flaw> {
+    let (Some(pairs), Some(ids)) = (fields.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
+    if pairs.len != ids.len {
+        let message = format!("{} ids beside {} pairs: one of the lists has a hole", ids.len, pairs.len);
+        return Err(Flaw::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
+    }
+    let Some(index) = staged.first_mismatch(data, pairs, ids, kept) else { return Ok(()) };
+    let at = element_at(data, ids, index);
+    let pair = excerpt(data, pair_at(data, pairs, index, 1));
+    let message = format!("{} beside {pair} in the pair: the ids of one event disagree", excerpt(data, at));
+    Err(Flaw::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
+}
+
+/// A list that repeats what was sent must not change it.
+pub(super) fn prefix(
+    data: &[u8],
+    list: Option<List>,
+    elements: Elements<'_>,
+    step: Step,
+    kept: &Generation,
+) -> Result<(), Flaw> {
+    let start = match step.shape {
+        Shape::Whole => 0,
+        Shape::Glued => step.new,
+        Shape::Bare | Shape::Delta => return Ok(()),
+    };
+    let (Some(list), Some(index)) = (list, elements.first_change(start)) else { return Ok(()) };
+    let path = if kept.logprobs.is_some() { PAIRS } else { IDS };
+    let message = format!(
+        "token {index} was {} and has been changed or left out: the engine generated again from the start, and only the \
+         {} tokens kept are of one piece",
+        kept.token_ids[index],
+        kept.token_ids.len()
+    );
+    let index = start + index;
+    Err(Flaw::new(ErrorKind::Prefix, element_at(data, list, index), format!("{path}[{index}]"), message))
+}
+
+/// The new ids; they are staged from `staged_from` on.
+pub(super) fn ids(
+    data: &[u8],
+    list: Option<List>,
+    step: Step,
+    staged: &Staged,
+    staged_from: usize,
+) -> Result<(), Flaw> {
+    let bad = staged.ids[staged_from..][..step.new].iter().position(|&id| id == NO_TOKEN);
+    let (Some(list), Some(bad)) = (list, bad) else { return Ok(()) };
+    let index = step.first + bad;
+    let (at, path) = if staged.has_pairs {
+        (pair_at(data, list, index, 1), format!("{PAIRS}[{index}][1]"))
+    } else {
+        (element_at(data, list, index), format!("{IDS}[{index}]"))
+    };
+    let message = format!("{} is no integer in 0 … 2147483647", excerpt(data, at));
+    Err(Flaw::new(ErrorKind::Token, at, path, message))
+}
+
+/// The new logprobs; how many are stand-ins for minus infinity, if those are to be kept.
+pub(super) fn logprobs(
+    data: &[u8],
+    list: Option<List>,
+    step: Step,
+    staged: &Staged,
+    staged_from: usize,
+    options: &Options,
+) -> Result<usize, Flaw> {
+    let Some(list) = list.filter(|_| staged.has_pairs) else { return Ok(0) };
+    let mut clamped = 0;
+    for (index, &logprob) in staged.logprobs[staged_from..][..step.new].iter().enumerate() {
+        let is_clamped = CLAMPED.contains(&logprob);
+        if logprob.is_finite() && (!is_clamped || options.clamped == Clamped::Keep) {
+            clamped += usize::from(is_clamped);
+            continue;
+        }
+        let index = step.first + index;
+        let at = pair_at(data, list, index, 0);
+        let what = excerpt(data, at);
+        let message = if is_clamped {
+            format!("{what} stands for minus infinity: the sampled token had no probability; clamped=\"keep\" keeps it")
+        } else if logprob.is_nan() {
+            format!("{what} is no logprob: the engine computed NaN or infinity for a token that it sampled")
+        } else {
+            format!("{what} is beyond the range of a double")
+        };
+        return Err(Flaw::new(ErrorKind::Logprob, at, format!("{PAIRS}[{index}][0]"), message));
+    }
+    Ok(clamped)
+}
+
+/// A few bytes of a value, for a message.
+fn excerpt(data: &[u8], at: usize) -> String {
+    let rest = &data[at.min(data.len())..];
+    let end = rest.iter().position(|byte| matches!(byte, b',' | b']' | b'}')).unwrap_or(rest.len()).min(40);
+    String::from_utf8_lossy(&rest[..end]).into_owned()
+}

@@ -1,0 +1,228 @@
+//! The keys of an event, as the one before it had them.
+//!
+//! An engine writes the same keys in the same order, event after event, and most of what no field holds stays the
+//! same. So a key is first compared with the one that stood there last time, delimiter and colon included, and its
+//! value with the one before; only where that fails is it read.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use crate::json::{Cursor, Result, Span};
+use crate::text::unescape;
+
+/// The keys that mean something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Key {
+    Text,
+    OutputIds,
+    MetaInfo,
+    Index,
+    Error,
+    Object,
+    Message,
+    Detail,
+    Code,
+    Pairs,
+    PromptTokens,
+    CachedTokens,
+    RoutedExperts,
+    TopPIds,
+    TopPOffsets,
+    TopPKeptIds,
+    TopPKeptOffsets,
+    Id,
+    FinishReason,
+    CompletionTokens,
+    Length,
+    WeightVersion,
+    WeightVersions,
+    RoutedExpertsDtype,
+    SamplingMask,
+    Other,
+    /// No key: the object ends.
+    End,
+}
+
+/// Where a key stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    Top,
+    MetaInfo,
+}
+
+impl Key {
+    fn of(level: Level, name: &[u8]) -> Self {
+        match level {
+            Level::Top => match name {
+                b"text" => Self::Text,
+                b"output_ids" => Self::OutputIds,
+                b"meta_info" => Self::MetaInfo,
+                b"index" => Self::Index,
+                b"error" => Self::Error,
+                b"object" => Self::Object,
+                b"message" => Self::Message,
+                b"detail" => Self::Detail,
+                b"code" => Self::Code,
+                _ => Self::Other,
+            },
+            Level::MetaInfo => match name {
+                b"output_token_logprobs" => Self::Pairs,
+                b"prompt_tokens" => Self::PromptTokens,
+                b"cached_tokens" => Self::CachedTokens,
+                b"routed_experts" => Self::RoutedExperts,
+                b"top_p_token_ids" => Self::TopPIds,
+                b"top_p_token_offsets" => Self::TopPOffsets,
+                b"top_p_kept_token_ids" => Self::TopPKeptIds,
+                b"top_p_kept_token_offsets" => Self::TopPKeptOffsets,
+                b"id" => Self::Id,
+                b"finish_reason" => Self::FinishReason,
+                b"completion_tokens" => Self::CompletionTokens,
+                b"output_token_logprobs_length" => Self::Length,
+                b"weight_version" => Self::WeightVersion,
+                b"weight_versions" => Self::WeightVersions,
+                b"routed_experts_dtype" => Self::RoutedExpertsDtype,
+                b"output_token_sampling_mask" => Self::SamplingMask,
+                _ => Self::Other,
+            },
+        }
+    }
+}
+
+/// A longer value is not kept to be compared.
+const MAX_KEPT: usize = 64;
+
+/// One key of the last event.
+struct Place {
+    level: Level,
+    key: Key,
+    /// As in `,"text":`, with the brace or comma before it.
+    raw: Vec<u8>,
+    /// The name in `raw`.
+    name: Range<usize>,
+    /// The last value, if it may be passed over when it comes again; else empty.
+    value: Vec<u8>,
+    /// The key stands twice in an object: then which one is the last must not be forgotten.
+    is_twin: bool,
+}
+
+/// The keys of the last event, in order.
+#[derive(Default)]
+pub(super) struct Layout {
+    places: Vec<Place>,
+    next: usize,
+}
+
+impl Layout {
+    /// An event begins.
+    pub(super) fn restart(&mut self) {
+        self.next = 0;
+    }
+
+    /// Take the brace or comma, the key and the colon; or the brace at the end of the object.
+    #[inline]
+    pub(super) fn next_key(
+        &mut self,
+        cursor: &mut Cursor<'_>,
+        data: &[u8],
+        level: Level,
+        is_first: bool,
+    ) -> Result<Key> {
+        if let Some(place) = self.places.get(self.next)
+            && place.level == level
+            && data[cursor.at..].starts_with(&place.raw)
+        {
+            cursor.at += place.raw.len();
+            self.next += 1;
+            return Ok(place.key);
+        }
+        self.read_key(cursor, data, level, is_first)
+    }
+
+    /// The name of the key that has just been taken; the value's first byte is at `from`.
+    #[inline]
+    pub(super) fn name(&self, from: usize) -> Span {
+        let place = &self.places[self.next - 1];
+        let start = from - place.raw.len();
+        Span::new(start + place.name.start, start + place.name.end)
+    }
+
+    /// Take the value of the last key, if it is the same as in the last event.
+    #[inline]
+    pub(super) fn next_same_value(&self, cursor: &mut Cursor<'_>, data: &[u8]) -> bool {
+        let value = &self.places[self.next - 1].value;
+        let end = cursor.at + value.len();
+        let is_same =
+            !value.is_empty() && matches!(data.get(end), Some(b',' | b'}')) && data[cursor.at..end] == **value;
+        if is_same {
+            cursor.at = end;
+        }
+        is_same
+    }
+
+    /// Keep the value of the key at `index` for the next event.
+    #[inline]
+    pub(super) fn keep_value(&mut self, index: usize, value: &[u8]) {
+        let place = &mut self.places[index];
+        place.value.clear();
+        if value.len() <= MAX_KEPT && !place.is_twin {
+            place.value.extend_from_slice(value);
+        }
+    }
+
+    /// What the last event said does not count: keep no value of it.
+    pub(super) fn forget_values(&mut self) {
+        self.places.iter_mut().for_each(|place| place.value.clear());
+    }
+
+    /// The index of the key that has just been taken.
+    pub(super) fn last(&self) -> usize {
+        self.next - 1
+    }
+
+    #[cold]
+    fn read_key(&mut self, cursor: &mut Cursor<'_>, data: &[u8], level: Level, is_first: bool) -> Result<Key> {
+        let start = cursor.at;
+        let Some(name) = (if is_first { cursor.next_object()? } else { cursor.next_member()? }) else {
+            return Ok(Key::End);
+        };
+        let plain = if name.has_escapes {
+            let mut plain = String::new();
+            unescape(name.span.of(data), &mut plain);
+            Cow::Owned(plain.into_bytes())
+        } else {
+            Cow::Borrowed(name.span.of(data))
+        };
+        let key = Key::of(level, &plain);
+        let place = Place {
+            level,
+            key,
+            raw: data[start..cursor.at].to_vec(),
+            name: name.span.start() - start..name.span.end() - start,
+            value: Vec::new(),
+            is_twin: false,
+        };
+        self.put(place);
+        Ok(key)
+    }
+
+    fn put(&mut self, mut place: Place) {
+        let name = &place.raw[place.name.clone()];
+        for (index, other) in self.places.iter_mut().enumerate() {
+            if index != self.next && other.level == place.level && other.raw[other.name.clone()] == *name {
+                other.is_twin = true;
+                other.value.clear();
+                place.is_twin = true;
+            }
+        }
+        match self.places.get_mut(self.next) {
+            Some(old) => *old = place,
+            None => self.places.push(place),
+        }
+        self.next += 1;
+    }
+
+    pub(super) fn held(&self) -> usize {
+        let kept = |place: &Place| place.raw.capacity() + place.value.capacity();
+        self.places.capacity() * size_of::<Place>() + self.places.iter().map(kept).sum::<usize>()
+    }
+}

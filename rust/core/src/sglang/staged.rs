@@ -1,0 +1,192 @@
+//! The elements of an event's lists, on their way to the generation.
+
+use crate::arrays::NO_TOKEN;
+use crate::generation::{Generation, Member};
+use crate::json::Cursor;
+use crate::prefix::Prefix;
+use crate::sglang::layout::Layout;
+
+/// A list of one element per token; the elements themselves are staged.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct List {
+    /// Behind the bracket.
+    pub start: usize,
+    /// Where the last element ends.
+    pub end: usize,
+    pub len: usize,
+    /// Leading elements known by their fingerprint; these are not staged.
+    pub known: usize,
+    /// The first element that is no pair: its index and place.
+    pub misshapen: Option<(usize, usize)>,
+}
+
+/// The elements of an event's lists, and what earlier lists began with. Kept from event to event for its memory.
+pub(super) struct Staged {
+    /// Whether pairs were asked for; without them the ids are the list that counts.
+    pub has_pairs: bool,
+    /// The ids of the list that counts.
+    pub ids: Vec<i32>,
+    /// Not finite where the wire holds no number that a double can.
+    pub logprobs: Vec<f64>,
+    /// The ids beside the pairs.
+    pub output_ids: Vec<i32>,
+    pub pairs_prefix: Prefix,
+    pub ids_prefix: Prefix,
+    pub top_members: Vec<Member>,
+    pub meta_members: Vec<Member>,
+    pub layout: Layout,
+}
+
+impl Staged {
+    pub(super) fn new(has_pairs: bool) -> Self {
+        Self {
+            has_pairs,
+            ids: Vec::new(),
+            logprobs: Vec::new(),
+            output_ids: Vec::new(),
+            pairs_prefix: Prefix::new(),
+            ids_prefix: Prefix::new(),
+            top_members: Vec::new(),
+            meta_members: Vec::new(),
+            layout: Layout::default(),
+        }
+    }
+
+    pub(super) fn held(&self) -> usize {
+        (self.ids.capacity() + self.output_ids.capacity()) * 4
+            + self.logprobs.capacity() * 8
+            + (self.top_members.capacity() + self.meta_members.capacity()) * size_of::<Member>()
+            + self.layout.held()
+    }
+}
+
+/// The list that counts, from its first element: those known by their fingerprint are the ones kept.
+#[derive(Clone, Copy)]
+pub(super) struct Elements<'a> {
+    list: Option<List>,
+    staged: &'a Staged,
+    kept: &'a Generation,
+}
+
+impl<'a> Elements<'a> {
+    pub(super) fn new(list: Option<List>, staged: &'a Staged, kept: &'a Generation) -> Self {
+        Self { list, staged, kept }
+    }
+
+    fn len(self) -> usize {
+        self.list.map_or(0, |list| list.len)
+    }
+
+    fn id(self, index: usize) -> Option<i32> {
+        let known = self.list?.known;
+        if index < known { self.kept.token_ids.get(index) } else { self.staged.ids.get(index - known) }.copied()
+    }
+
+    fn logprob(self, index: usize) -> Option<f64> {
+        let known = self.list?.known;
+        let kept = self.kept.logprobs.as_ref()?;
+        if index < known { kept.get(index) } else { self.staged.logprobs.get(index - known) }.copied()
+    }
+
+    /// The first element from `start` on that is not the token kept in its place.
+    pub(super) fn first_change(self, start: usize) -> Option<usize> {
+        let kept = self.kept;
+        if start == 0 && self.list.is_some_and(|list| list.known == kept.token_ids.len()) {
+            return None;
+        }
+        (0..kept.token_ids.len()).find(|&index| {
+            let logprob = kept.logprobs.as_ref().map(|logprobs| logprobs[index]);
+            self.id(start + index) != Some(kept.token_ids[index]) || self.logprob(start + index) != logprob
+        })
+    }
+
+    pub(super) fn begin_with_kept(self) -> bool {
+        self.len() >= self.kept.token_ids.len() && self.first_change(0).is_none()
+    }
+
+    /// Whether the first `count` elements are the last ones again.
+    pub(super) fn begin_with_last(self, count: usize) -> bool {
+        let last = self.len() - count;
+        let is_same = |left: Option<f64>, right: Option<f64>| left == right || (is_none(left) && is_none(right));
+        (0..count).all(|index| {
+            self.id(index) == self.id(last + index) && is_same(self.logprob(index), self.logprob(last + index))
+        })
+    }
+}
+
+/// A logprob that is no number is staged as NaN, which equals nothing.
+fn is_none(logprob: Option<f64>) -> bool {
+    logprob.is_none_or(f64::is_nan)
+}
+
+impl Staged {
+    /// Have the elements from `first` on staged; where they begin there.
+    pub(super) fn stage_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
+        let known = list.map_or(0, |list| list.known);
+        if first >= known {
+            return first - known;
+        }
+        // A delta that happens to begin like the list before it.
+        self.ids.splice(0..0, kept.token_ids[..known].iter().copied());
+        if let Some(logprobs) = &kept.logprobs {
+            self.logprobs.splice(0..0, logprobs[..known].iter().copied());
+        }
+        first
+    }
+
+    /// The first index at which the ids of the pairs and those beside them differ, as far as both go.
+    pub(super) fn first_mismatch(&self, data: &[u8], pairs: List, ids: List, kept: &Generation) -> Option<usize> {
+        if pairs.known == ids.known && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
+            return None;
+        }
+        let from = |known: usize, staged: &'_ [i32], index: usize| {
+            if index < known { kept.token_ids.get(index) } else { staged.get(index - known) }.copied()
+        };
+        (0..pairs.len.min(ids.len)).find(|&index| {
+            let pair = from(pairs.known, &self.ids, index);
+            // Elements that are no tokens look alike when staged; what they are is compared on the wire.
+            pair != from(ids.known, &self.output_ids, index)
+                || (pair == Some(NO_TOKEN) && !is_same_number(data, pairs, ids, index))
+        })
+    }
+}
+
+/// Whether two elements that are no tokens are the same number, at least.
+fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
+    let literal = |at: usize| {
+        let mut cursor = Cursor::new(data);
+        cursor.at = at;
+        cursor.skip_value(4).map_or(&[][..], |span| span.of(data))
+    };
+    let (pair, id) = (literal(pair_at(data, pairs, index, 1)), literal(element_at(data, ids, index)));
+    let value = |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<f64>().ok());
+    pair == id || value(pair).is_some_and(|pair| value(id).is_some_and(|id| pair.total_cmp(&id).is_eq()))
+}
+
+/// Where an element of a list stands. Walks the list; only errors ask.
+pub(super) fn element_at(data: &[u8], list: List, index: usize) -> usize {
+    let mut cursor = Cursor::new(data);
+    cursor.at = list.start;
+    for _ in 0..index {
+        if cursor.skip_value(3).is_err() || !cursor.next_element().unwrap_or(false) {
+            return list.end;
+        }
+    }
+    cursor.peek().map_or(list.end, |_| cursor.at)
+}
+
+/// Where a member of a pair stands.
+pub(super) fn pair_at(data: &[u8], list: List, index: usize, member: usize) -> usize {
+    let mut cursor = Cursor::new(data);
+    cursor.at = element_at(data, list, index);
+    let pair = cursor.at;
+    if !cursor.next_array() {
+        return pair;
+    }
+    for _ in 0..member {
+        if cursor.skip_value(4).is_err() || !cursor.next_element().unwrap_or(false) {
+            return pair;
+        }
+    }
+    cursor.peek().map_or(pair, |_| cursor.at)
+}

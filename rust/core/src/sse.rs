@@ -1,0 +1,358 @@
+//! Bytes to event payloads, by the rules of server-sent events.
+//!
+//! A line ends at LF, CR or CRLF and nowhere else: U+2028, U+2029 and U+0085, which engines write raw inside JSON
+//! strings, are ordinary bytes here. Each byte is searched once. An event that lies within one read is handed on
+//! where it lies; only what a read cuts is copied.
+
+use crate::error::{Error, ErrorKind, ParseError};
+use crate::json::MAX_EVENT;
+
+const BOM: [u8; 3] = [0xEF, 0xBB, 0xBF];
+const BOM_PAST: usize = BOM.len();
+
+/// Enough of a line to see that it is neither `event: error` nor `data: [DONE]`.
+const STUB: usize = 16;
+
+/// One event, as far as it matters here.
+pub(crate) struct Event<'a> {
+    /// The values of its `data:` lines, joined with LF.
+    pub data: &'a [u8],
+    /// Whether its `event:` line said `error`.
+    pub is_error: bool,
+    origin: Origin<'a>,
+}
+
+impl Event<'_> {
+    /// The absolute offset in the body of the byte at `index` of the data.
+    pub(crate) fn offset(&self, index: usize) -> u64 {
+        match self.origin {
+            Origin::Line(start) => start + index as u64,
+            Origin::Lines(lines) => {
+                let line = lines.partition_point(|&(first, _)| first <= index).saturating_sub(1);
+                let (first, start) = lines[line];
+                start + (index - first) as u64
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Origin<'a> {
+    /// Where the only data line starts in the body.
+    Line(u64),
+    /// For each data line: where it starts in the data, where in the body.
+    Lines(&'a [(usize, u64)]),
+}
+
+/// A data line that lies whole in the current read and has not been copied.
+struct InPlace {
+    start: usize,
+    end: usize,
+}
+
+/// Cuts a body into events, however it is cut into reads.
+pub(crate) struct Framer {
+    max_event_bytes: usize,
+    /// Bytes of a leading byte order mark matched so far.
+    bom: usize,
+    /// The last read ended in CR: an LF that follows belongs to it.
+    after_cr: bool,
+    /// The start of a line whose end has not come; all of it has been searched.
+    line: Vec<u8>,
+    line_offset: u64,
+    /// The data lines of the event that is pending; its first `data_start` bytes are the field name.
+    data: Vec<u8>,
+    data_start: usize,
+    /// See [`Origin::Lines`]; one entry for each data line of the pending event.
+    lines: Vec<(usize, u64)>,
+    is_error: bool,
+    /// Only `[DONE]` is still of interest: events may be dropped.
+    muted: bool,
+    /// The offset in the body of the next byte.
+    position: u64,
+}
+
+impl Framer {
+    pub(crate) fn new(max_event_bytes: usize) -> Self {
+        Self {
+            max_event_bytes: max_event_bytes.min(MAX_EVENT),
+            bom: 0,
+            after_cr: false,
+            line: Vec::new(),
+            line_offset: 0,
+            data: Vec::new(),
+            data_start: 0,
+            lines: Vec::new(),
+            is_error: false,
+            muted: false,
+            position: 0,
+        }
+    }
+
+    /// Bytes received so far.
+    pub(crate) fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Bytes held for an event that is not whole yet.
+    pub(crate) fn held(&self) -> usize {
+        self.line.capacity() + self.data.capacity() + self.lines.capacity() * size_of::<(usize, u64)>()
+    }
+
+    /// Give back what large events made the buffers grow to.
+    pub(crate) fn release(&mut self) {
+        self.line = Vec::new();
+        self.data = Vec::new();
+        self.lines = Vec::new();
+    }
+
+    /// Read the next bytes and call `on_event` for each event that they complete.
+    ///
+    /// `on_event` answers whether all later events but `[DONE]` may be dropped.
+    pub(crate) fn feed(
+        &mut self,
+        read: &[u8],
+        mut on_event: impl FnMut(&Event<'_>) -> Result<bool, Error>,
+    ) -> Result<(), Error> {
+        let base = self.position;
+        self.position += read.len() as u64;
+        let mut start = self.skip_bom(read, base);
+        let mut in_place: Option<InPlace> = None;
+        if self.line.is_empty() {
+            self.line_offset = base + start as u64;
+        }
+        let first = start;
+        for index in memchr::memchr2_iter(b'\n', b'\r', &read[first..]) {
+            let end = first + index;
+            let is_lf_of_crlf = self.after_cr && end == start && self.line.is_empty() && read[end] == b'\n';
+            self.after_cr = read[end] == b'\r';
+            if !is_lf_of_crlf {
+                if self.line.is_empty() {
+                    self.line(read, start, end, &mut in_place, &mut on_event)?;
+                } else {
+                    self.extend_line(&read[start..end])?;
+                    self.carried_line(&mut on_event)?;
+                }
+            }
+            start = end + 1;
+            self.line_offset = base + start as u64;
+        }
+        if start < read.len() {
+            self.after_cr = false;
+        }
+        if let Some(line) = in_place {
+            self.keep_data(&read[line.start..line.end], base + line.start as u64)?;
+        }
+        self.extend_line(&read[start..])
+    }
+
+    /// The body has ended: the event that is pending, complete or not, if there is one.
+    pub(crate) fn finish(&mut self) -> Result<Option<Event<'_>>, Error> {
+        if !self.line.is_empty() {
+            // Only a blank line dispatches, and this one is not blank.
+            self.carried_line(&mut |_: &Event<'_>| Ok(false))?;
+        }
+        Ok(self.pending().filter(|event| !is_blank(event.data)))
+    }
+
+    /// Drop a leading byte order mark, even one that comes byte by byte; where the rest starts.
+    fn skip_bom(&mut self, read: &[u8], base: u64) -> usize {
+        if self.bom == BOM_PAST {
+            return 0;
+        }
+        let mut matched = 0;
+        while self.bom < BOM_PAST && matched < read.len() && read[matched] == BOM[self.bom] {
+            self.bom += 1;
+            matched += 1;
+        }
+        if self.bom < BOM_PAST && matched < read.len() {
+            // It only began like one: those bytes are the start of the first line.
+            self.line.extend_from_slice(&BOM[..self.bom]);
+            self.line_offset = base + matched as u64 - self.bom as u64;
+            self.bom = BOM_PAST;
+        }
+        matched
+    }
+
+    /// A line that lies whole in the read.
+    fn line(
+        &mut self,
+        read: &[u8],
+        start: usize,
+        end: usize,
+        in_place: &mut Option<InPlace>,
+        on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>,
+    ) -> Result<(), Error> {
+        let base = self.position - read.len() as u64;
+        let line = &read[start..end];
+        if line.is_empty() {
+            if let Some(InPlace { start, end }) = in_place.take() {
+                let data = &read[start..end];
+                let event = Event { data, is_error: self.is_error, origin: Origin::Line(base + start as u64) };
+                self.is_error = false;
+                return self.check_size(data.len(), event.offset(0)).and_then(|()| {
+                    self.muted |= dispatch(&event, on_event)?;
+                    Ok(())
+                });
+            }
+            return self.dispatch_pending(on_event);
+        }
+        match field(line) {
+            Some(Field::Data(skip)) => {
+                if let Some(earlier) = in_place.take() {
+                    self.keep_data(&read[earlier.start..earlier.end], base + earlier.start as u64)?;
+                }
+                if self.lines.is_empty() {
+                    *in_place = Some(InPlace { start: start + skip, end });
+                } else {
+                    self.keep_data(&line[skip..], base + (start + skip) as u64)?;
+                }
+            }
+            Some(Field::Event(is_error)) => self.is_error = is_error,
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// A line that began in an earlier read has ended.
+    fn carried_line(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<(), Error> {
+        match field(&self.line) {
+            Some(Field::Data(skip)) => {
+                let offset = self.line_offset + skip as u64;
+                if self.lines.is_empty() {
+                    // The event's first data line becomes its data without another copy.
+                    std::mem::swap(&mut self.line, &mut self.data);
+                    self.data_start = skip;
+                    self.lines.push((0, offset));
+                } else {
+                    let line = std::mem::take(&mut self.line);
+                    self.keep_data(&line[skip..], offset)?;
+                    self.line = line;
+                }
+            }
+            Some(Field::Event(is_error)) => self.is_error = is_error,
+            None if self.line.is_empty() => return self.dispatch_pending(on_event),
+            None => {}
+        }
+        self.line.clear();
+        Ok(())
+    }
+
+    fn dispatch_pending(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<(), Error> {
+        let muted = match self.pending() {
+            Some(event) => dispatch(&event, on_event)?,
+            None => false,
+        };
+        self.muted |= muted;
+        self.is_error = false;
+        self.lines.clear();
+        self.data.clear();
+        self.data_start = 0;
+        Ok(())
+    }
+
+    fn pending(&self) -> Option<Event<'_>> {
+        let origin = match self.lines[..] {
+            [] => return None,
+            [(_, start)] => Origin::Line(start),
+            _ => Origin::Lines(&self.lines),
+        };
+        Some(Event { data: &self.data[self.data_start..], is_error: self.is_error, origin })
+    }
+
+    /// Copy a data line to the pending event.
+    fn keep_data(&mut self, value: &[u8], offset: u64) -> Result<(), Error> {
+        let joined = self.data.len() - self.data_start;
+        if self.muted && joined > STUB {
+            return Ok(());
+        }
+        if !self.lines.is_empty() {
+            self.data.push(b'\n');
+        }
+        self.lines.push((self.data.len() - self.data_start, offset));
+        let value = if self.muted { &value[..value.len().min(STUB)] } else { value };
+        self.check_size(self.data.len() - self.data_start + value.len(), self.lines[0].1)?;
+        reserve(&mut self.data, value.len(), offset)?;
+        self.data.extend_from_slice(value);
+        Ok(())
+    }
+
+    /// Keep the start of a line whose end has not come, or a stub where it can't matter.
+    fn extend_line(&mut self, part: &[u8]) -> Result<(), Error> {
+        if part.is_empty() {
+            return Ok(());
+        }
+        let known = self.line.len().min(5);
+        let mut head = [0; 5];
+        head[..known].copy_from_slice(&self.line[..known]);
+        let more = part.len().min(5 - known);
+        head[known..known + more].copy_from_slice(&part[..more]);
+        let is_data = b"data:".starts_with(&head[..known + more]);
+        if self.muted || !is_data {
+            let room = STUB.saturating_sub(self.line.len()).min(part.len());
+            self.line.extend_from_slice(&part[..room]);
+            return Ok(());
+        }
+        reserve(&mut self.line, part.len(), self.line_offset)?;
+        self.line.extend_from_slice(part);
+        if let Some(Field::Data(skip)) = field(&self.line) {
+            let (joined, first) = match self.lines.first() {
+                Some(&(_, first)) => (self.data.len() - self.data_start + 1, first),
+                None => (0, self.line_offset + skip as u64),
+            };
+            self.check_size(joined + self.line.len() - skip, first)?;
+        }
+        Ok(())
+    }
+
+    fn check_size(&self, size: usize, offset: u64) -> Result<(), Error> {
+        if size <= self.max_event_bytes || self.muted {
+            return Ok(());
+        }
+        Err(too_large(
+            offset,
+            format!("the event is larger than {} bytes; raise max_event_bytes", self.max_event_bytes),
+        ))
+    }
+}
+
+enum Field {
+    /// A data line; its value starts at this index.
+    Data(usize),
+    /// An event line; whether it says `error`.
+    Event(bool),
+}
+
+/// The field of a line, if it is one that matters: anything else, comments too, is skipped.
+fn field(line: &[u8]) -> Option<Field> {
+    if let Some(value) = line.strip_prefix(b"data") {
+        return match value {
+            [] => Some(Field::Data(4)),
+            [b':', b' ', ..] => Some(Field::Data(6)),
+            [b':', ..] => Some(Field::Data(5)),
+            _ => None,
+        };
+    }
+    match line.strip_prefix(b"event")? {
+        [] => Some(Field::Event(false)),
+        [b':', b' ', value @ ..] | [b':', value @ ..] => Some(Field::Event(value == b"error")),
+        _ => None,
+    }
+}
+
+/// Hand an event on, unless its data is blank, as that of a heartbeat is.
+fn dispatch(event: &Event<'_>, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<bool, Error> {
+    if is_blank(event.data) { Ok(false) } else { on_event(event) }
+}
+
+fn is_blank(data: &[u8]) -> bool {
+    data.iter().all(|byte| matches!(byte, b' ' | b'\t' | b'\n'))
+}
+
+fn reserve(buffer: &mut Vec<u8>, more: usize, offset: u64) -> Result<(), Error> {
+    buffer.try_reserve(more).map_err(|_| too_large(offset, "no memory for the event; lower max_event_bytes".to_owned()))
+}
+
+fn too_large(offset: u64, message: String) -> Error {
+    Error::Parse(ParseError { kind: ErrorKind::TooLarge, offset, path: "".into(), message: message.into() })
+}

@@ -1,0 +1,65 @@
+//! The characters of JSON strings.
+
+/// Where the next quote, backslash or control character stands, or the end.
+#[inline]
+pub(crate) fn plain_end(data: &[u8], mut at: usize) -> usize {
+    while let Some(eight) = data.get(at..at + 8) {
+        let special = special_bytes(u64::from_le_bytes(eight.try_into().unwrap_or_default()));
+        if special != 0 {
+            return at + special.trailing_zeros() as usize / 8;
+        }
+        at += 8;
+    }
+    while at < data.len() && !matches!(data[at], b'"' | b'\\' | ..0x20) {
+        at += 1;
+    }
+    at
+}
+
+/// The high bit of each byte that ends or interrupts a string; those above the lowest one may be wrong.
+#[inline]
+fn special_bytes(word: u64) -> u64 {
+    const ONES: u64 = 0x0101_0101_0101_0101;
+    const HIGHS: u64 = 0x8080_8080_8080_8080;
+    let below = |word: u64, limit: u64| word.wrapping_sub(ONES * limit) & !word;
+    let quotes = word ^ (ONES * 0x22);
+    let slashes = word ^ (ONES * 0x5C);
+    (below(word, 0x20) | below(quotes, 1) | below(slashes, 1)) & HIGHS
+}
+
+pub(crate) fn hex4(data: &[u8], at: usize) -> Option<u32> {
+    data.get(at..at + 4)?.iter().try_fold(0, |value, &byte| Some(value << 4 | char::from(byte).to_digit(16)?))
+}
+
+/// Append the characters of a string that a cursor has passed.
+pub(crate) fn unescape(raw: &[u8], text: &mut String) {
+    let mut rest = raw;
+    while let Some(slash) = memchr::memchr(b'\\', rest) {
+        push_utf8(text, &rest[..slash]);
+        let (character, length) = match rest[slash + 1] {
+            b'u' => {
+                let high = hex4(rest, slash + 2).unwrap_or_default();
+                if (0xD800..0xDC00).contains(&high) {
+                    let low = hex4(rest, slash + 8).unwrap_or_default();
+                    (0x1_0000 + ((high & 0x3FF) << 10 | low & 0x3FF), 12)
+                } else {
+                    (high, 6)
+                }
+            }
+            b'b' => (0x08, 2),
+            b'f' => (0x0C, 2),
+            b'n' => (0x0A, 2),
+            b'r' => (0x0D, 2),
+            b't' => (0x09, 2),
+            other => (u32::from(other), 2),
+        };
+        text.push(char::from_u32(character).unwrap_or(char::REPLACEMENT_CHARACTER));
+        rest = &rest[slash + length..];
+    }
+    push_utf8(text, rest);
+}
+
+fn push_utf8(text: &mut String, part: &[u8]) {
+    // The event was checked as a whole, and a string is cut only at ASCII bytes.
+    text.push_str(std::str::from_utf8(part).unwrap_or_default());
+}

@@ -1,0 +1,21 @@
+//! Everything that a parser can say about a stream.
+
+use streamfold_core::{Dialect, Error, Generation, Options, Parser};
+
+/// The whole outcome: what was taken, which error came, the counters.
+pub type Outcome = (Generation, Option<Error>, usize, bool, bool);
+
+/// Read a stream given in parts.
+pub fn read<'a>(parts: impl IntoIterator<Item = &'a [u8]>, dialect: Dialect, options: Options) -> Outcome {
+    let mut parser = Parser::new(dialect, options);
+    let mut error = None;
+    for part in parts {
+        if let Err(failure) = parser.feed(part) {
+            error = Some(failure);
+            break;
+        }
+    }
+    let error = error.or_else(|| parser.close(false).err());
+    let counters = (parser.token_count(), parser.finished(), parser.done());
+    (parser.take(), error, counters.0, counters.1, counters.2)
+}
