@@ -1,0 +1,145 @@
+"""The Rust core: raw bytes of a streamed reply in, arrays out."""
+
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__version__: Final[str]
+DIALECTS: Final[tuple[str, ...]]
+
+FinishReason = Literal["stop", "length", "abort"]
+ExpertsDtype = Literal["int32", "uint8", "uint16"]
+
+@final
+class Experts:
+    """How an engine writes routed experts (router replay).
+
+    ``num_layers`` and ``top_k`` give the shape, ``num_experts`` the range that ids are checked against,
+    ``dtype`` the type of one id on the wire (little endian). A dtype that the reply itself tells wins.
+    """
+
+    def __new__(
+        cls, num_layers: int, top_k: int, num_experts: int | None = None, dtype: ExpertsDtype = "int32"
+    ) -> Experts: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def num_experts(self) -> int | None: ...
+    @property
+    def dtype(self) -> ExpertsDtype: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class Generation:
+    """What one HTTP call produced. Immutable and picklable; its arrays belong to the caller and are writable."""
+
+    def __new__(
+        cls,
+        token_ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike | None = None,
+        *,
+        text: str | None = None,
+        finish_reason: FinishReason | None = None,
+        matched: int | str | None = None,
+        routed_experts: npt.NDArray[Any] | None = None,
+        top_p: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+        version_spans: list[tuple[str, int, int]] | None = None,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        clamped_logprobs: int = 0,
+        meta: dict[str, Any] | None = None,
+    ) -> Generation: ...
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """The sampled tokens, stop token included: int32 ``[n]``."""
+    @property
+    def logprobs(self) -> npt.NDArray[np.float64] | None:
+        """One natural logarithm per token, float64 ``[n]``, exactly as sent; None if not asked for."""
+    @property
+    def text(self) -> str | None:
+        """The engine's text; None if it sent none (or left it out of an event that brought tokens)."""
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the engine ended it; None if the stream was cut before it said so."""
+    @property
+    def matched(self) -> int | str | None:
+        """The stop token or stop string, if the engine told."""
+    @property
+    def routed_experts(self) -> npt.NDArray[Any] | None:
+        """int32, uint8 or uint16 ``[rows, num_layers, top_k]``; flat if the parser was given no ``experts``."""
+    @property
+    def top_p(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
+        """``(token_ids int32 [m], offsets int32 [n + 1])``: the ids that sampling could choose, per token."""
+    @property
+    def version_spans(self) -> list[tuple[str, int, int]]:
+        """``(weight version, start, end)`` over this call's tokens, half open, in order."""
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The length of the prompt, as last told by the engine."""
+    @property
+    def cached_tokens(self) -> int | None:
+        """How many tokens of the prompt came from the engine's cache, as last told."""
+    @property
+    def clamped_logprobs(self) -> int:
+        """How many logprobs were the engine's stand-in for minus infinity (only with ``clamped="keep"``)."""
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Every other scalar or object that the engine told, the latest value of each key."""
+    def torch(self) -> dict[str, torch.Tensor]:
+        """The arrays as tensors over the same memory, where torch knows the dtype (imports torch here).
+
+        Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``top_p_token_ids``, ``top_p_offsets``; those that
+        are None are left out.
+        """
+    def __eq__(self, other: object, /) -> bool: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class Parser:
+    """Folds the bytes of one streamed reply into one :class:`Generation`.
+
+    ``logprobs`` says whether they were asked for. ``prompt_len`` is checked against the engine's count and gives
+    routed experts their rows, less ``experts_start``. ``clamped`` says what to do with a logprob that is the
+    engine's stand-in for minus infinity. ``max_new_tokens`` sizes the first buffers; it is no limit.
+
+    After an error ``feed`` and ``close`` raise it again, and ``take`` gives the state of the last good event.
+    """
+
+    def __new__(
+        cls,
+        dialect: str,
+        *,
+        logprobs: bool = True,
+        experts: Experts | None = None,
+        prompt_len: int | None = None,
+        experts_start: int = 0,
+        clamped: Literal["raise", "keep"] = "raise",
+        max_new_tokens: int | None = None,
+        max_event_bytes: int = 1 << 30,
+    ) -> Parser: ...
+    def feed(self, data: bytes | bytearray | memoryview, /) -> int:
+        """Read the next bytes, cut anywhere; the number of tokens that became available (0: more are needed).
+
+        Raises DecodeError or EngineError; ValueError after :meth:`take`.
+        """
+    def close(self, aborted: bool = False) -> None:
+        """Tell that the body has ended. Raises StreamTruncated if no finish reason was seen, unless ``aborted``."""
+    def take(self) -> Generation:
+        """Give what is there, at any time, after an error too. The parser is spent afterwards."""
+    @property
+    def token_count(self) -> int:
+        """Tokens so far."""
+    @property
+    def finished(self) -> bool:
+        """Whether the terminal event, the one with a finish reason, was seen."""
+    @property
+    def done(self) -> bool:
+        """Whether ``[DONE]`` was seen too."""
+    def __sizeof__(self) -> int:
+        """Bytes held: arrays, text, and the event that is still incomplete."""

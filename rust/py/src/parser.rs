@@ -1,0 +1,137 @@
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes, PyMemoryView};
+use streamfold_core::{Clamped, Dialect, Options};
+
+use crate::errors::{raise, raise_bug};
+use crate::experts::Experts;
+use crate::generation::Generation;
+
+/// Folds the bytes of one streamed reply into one Generation.
+#[pyclass(module = "streamfold._core")]
+pub(crate) struct Parser {
+    inner: streamfold_core::Parser,
+    experts: Option<streamfold_core::Experts>,
+    is_taken: bool,
+    /// The core panicked: it is not touched again, but for what it holds.
+    is_broken: bool,
+}
+
+#[pymethods]
+impl Parser {
+    #[new]
+    #[pyo3(signature = (dialect, *, logprobs=true, experts=None, prompt_len=None, experts_start=0, clamped="raise",
+                        max_new_tokens=None, max_event_bytes=1 << 30))]
+    #[allow(clippy::too_many_arguments, reason = "the contract's keywords")]
+    fn new(
+        dialect: &str,
+        logprobs: bool,
+        experts: Option<&Bound<'_, Experts>>,
+        prompt_len: Option<i64>,
+        experts_start: i64,
+        clamped: &str,
+        max_new_tokens: Option<i64>,
+        max_event_bytes: i64,
+    ) -> PyResult<Self> {
+        let dialect =
+            Dialect::ALL.into_iter().find(|(name, _)| *name == dialect).map(|(_, dialect)| dialect).ok_or_else(
+                || {
+                    let names = Dialect::ALL.map(|(name, _)| format!("{name:?}")).join(", ");
+                    PyValueError::new_err(format!("dialect must be one of {names}, not {dialect:?}"))
+                },
+            )?;
+        let clamped = match clamped {
+            "raise" => Clamped::Raise,
+            "keep" => Clamped::Keep,
+            _ => return Err(PyValueError::new_err(format!("clamped must be \"raise\" or \"keep\", not {clamped:?}"))),
+        };
+        let experts = experts.map(|experts| experts.get().0);
+        let options = Options {
+            logprobs,
+            experts,
+            prompt_len: prompt_len.map(|count| natural("prompt_len", count)).transpose()?,
+            experts_start: natural("experts_start", experts_start)?,
+            clamped,
+            max_new_tokens: max_new_tokens.map(|count| natural("max_new_tokens", count)).transpose()?,
+            max_event_bytes: natural("max_event_bytes", max_event_bytes)?,
+        };
+        let inner = streamfold_core::Parser::new(dialect, options);
+        Ok(Self { inner, experts, is_taken: false, is_broken: false })
+    }
+
+    #[pyo3(signature = (data, /))]
+    fn feed(&mut self, data: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.check_not_taken()?;
+        if let Ok(bytes) = data.cast::<PyBytes>() {
+            return self.run(data.py(), |parser| parser.feed(bytes.as_bytes()));
+        }
+        if !data.is_instance_of::<PyByteArray>() && !data.is_instance_of::<PyMemoryView>() {
+            let kind = data.get_type().name()?;
+            return Err(PyTypeError::new_err(format!("feed takes bytes, not {kind}")));
+        }
+        // A copy: another thread could change or shrink the buffer while it is read.
+        let bytes = data.py().get_type::<PyBytes>().call1((data,))?.cast_into::<PyBytes>()?;
+        self.run(data.py(), |parser| parser.feed(bytes.as_bytes()))
+    }
+
+    #[pyo3(signature = (aborted=false))]
+    fn close(&mut self, py: Python<'_>, aborted: bool) -> PyResult<()> {
+        self.check_not_taken()?;
+        self.run(py, |parser| parser.close(aborted))
+    }
+
+    fn take<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
+        self.check_not_taken()?;
+        self.is_taken = true;
+        Generation::from_core(py, self.inner.take(), self.experts)
+    }
+
+    #[getter]
+    fn token_count(&self) -> usize {
+        self.inner.token_count()
+    }
+
+    #[getter]
+    fn finished(&self) -> bool {
+        self.inner.finished()
+    }
+
+    #[getter]
+    fn done(&self) -> bool {
+        self.inner.done()
+    }
+
+    fn __sizeof__(&self) -> usize {
+        self.inner.held()
+    }
+}
+
+impl Parser {
+    fn check_not_taken(&self) -> PyResult<()> {
+        if self.is_taken {
+            return Err(PyValueError::new_err("the generation has been taken: one parser reads one stream"));
+        }
+        Ok(())
+    }
+
+    fn run<T>(
+        &mut self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut streamfold_core::Parser) -> Result<T, streamfold_core::Error>,
+    ) -> PyResult<T> {
+        if self.is_broken {
+            return Err(raise_bug(py));
+        }
+        let Ok(result) = catch_unwind(AssertUnwindSafe(|| work(&mut self.inner))) else {
+            self.is_broken = true;
+            return Err(raise_bug(py));
+        };
+        result.map_err(|error| raise(py, &error))
+    }
+}
+
+fn natural<T: TryFrom<i64>>(name: &str, value: i64) -> PyResult<T> {
+    T::try_from(value).map_err(|_| PyValueError::new_err(format!("{name} must not be negative, but it is {value}")))
+}
