@@ -66,9 +66,9 @@ pub struct VersionSpan {
     pub end: usize,
 }
 
-/// Make room by an eighth at least, so that little is held in vain and growing stays linear.
-fn grow<T>(buffer: &mut Vec<T>, more: usize) -> bool {
-    buffer.capacity() - buffer.len() >= more || buffer.try_reserve_exact(more.max(buffer.len() / 8)).is_ok()
+/// Make room by a sixteenth at least, so that little is held in vain and growing stays linear.
+pub(crate) fn grow<T>(buffer: &mut Vec<T>, more: usize) -> bool {
+    buffer.capacity() - buffer.len() >= more || buffer.try_reserve_exact(more.max(buffer.len() / 16)).is_ok()
 }
 
 /// What one HTTP call produced.
@@ -105,7 +105,7 @@ pub struct Generation {
 impl Generation {
     /// Make room for `more` tokens, or change nothing.
     ///
-    /// Grows by an eighth: at most 13.5 bytes are held per token, and realloc moves large blocks without a copy.
+    /// At most 12.75 bytes are held per token, and realloc moves large blocks without a copy.
     pub(crate) fn reserve(&mut self, more: usize) -> bool {
         grow(&mut self.token_ids, more) && self.logprobs.as_mut().is_none_or(|logprobs| grow(logprobs, more))
     }
@@ -165,6 +165,15 @@ pub(crate) struct Text {
 }
 
 impl Text {
+    /// Make room for a string of JSON of `length` bytes, to be appended or to replace, or change nothing.
+    pub(crate) fn reserve(&mut self, length: usize, replaces: bool) -> bool {
+        if replaces {
+            return self.raw.capacity() >= length || grow(&mut self.raw, length);
+        }
+        let (room, least) = (self.plain.capacity() - self.plain.len(), length.max(self.plain.len() / 16));
+        room >= length || self.plain.try_reserve_exact(least).is_ok()
+    }
+
     pub(crate) fn append(&mut self, raw: &[u8], has_escapes: bool) {
         self.settle();
         self.is_told = true;

@@ -13,18 +13,23 @@ pub(crate) struct Prefix {
     /// Its bytes, from behind the bracket to the end of the last element.
     bytes: usize,
     digest: u128,
-    /// Has read the first `bytes` bytes of a list that matched.
-    state: Xxh3,
+    /// Has read the first `bytes` bytes of a list that matched. Only cumulative streams need one.
+    state: Option<Box<Xxh3>>,
 }
 
 impl Prefix {
     pub(crate) fn new() -> Self {
-        Self { count: 0, bytes: 0, digest: 0, state: Xxh3::new() }
+        Self { count: 0, bytes: 0, digest: 0, state: None }
     }
 
     /// Forget the list.
     pub(crate) fn clear(&mut self) {
         self.count = 0;
+        self.state = None;
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        self.state.as_ref().map_or(0, |_| size_of::<Xxh3>())
     }
 
     /// If the list whose first element is at `start` begins with the known one: its elements, and where they end.
@@ -33,21 +38,23 @@ impl Prefix {
         if self.count == 0 || !matches!(data.get(end), Some(b',' | b']')) {
             return None;
         }
-        self.state.reset();
-        self.state.update(&data[start..end]);
-        (self.state.digest128() == self.digest).then_some((self.count, end))
+        let state = self.state.get_or_insert_default();
+        state.reset();
+        state.update(&data[start..end]);
+        (state.digest128() == self.digest).then_some((self.count, end))
     }
 
     /// Know the list of `count` elements in `data[start..end]`; `known` of them are those that have just matched.
     pub(crate) fn remember(&mut self, data: &[u8], start: usize, end: usize, count: usize, known: usize) {
+        let state = self.state.get_or_insert_default();
         if known > 0 {
-            self.state.update(&data[start + self.bytes..end]);
+            state.update(&data[start + self.bytes..end]);
         } else {
-            self.state.reset();
-            self.state.update(&data[start..end]);
+            state.reset();
+            state.update(&data[start..end]);
         }
         self.count = count;
         self.bytes = end - start;
-        self.digest = self.state.digest128();
+        self.digest = state.digest128();
     }
 }

@@ -154,8 +154,10 @@ impl Sglang {
             };
             Some(SideData::read(data, fields, arrivals, options, kept)?)
         };
-        if !growing.generation.reserve(step.new) {
-            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", format!("no memory for {} more tokens", step.new)));
+        let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
+        if !growing.generation.reserve(step.new) || !growing.text.reserve(text, step.shape == Shape::Whole) {
+            let message = format!("no memory for {} more tokens and {text} bytes of text", step.new);
+            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", message));
         }
 
         // Nothing below can fail.

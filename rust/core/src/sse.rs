@@ -5,6 +5,7 @@
 //! where it lies; only what a read cuts is copied.
 
 use crate::error::{Error, ErrorKind, ParseError};
+use crate::generation::grow;
 use crate::json::MAX_EVENT;
 
 const BOM: [u8; 3] = [0xEF, 0xBB, 0xBF];
@@ -248,6 +249,10 @@ impl Framer {
         self.lines.clear();
         self.data.clear();
         self.data_start = 0;
+        if self.line.capacity() < self.data.capacity() {
+            // Of the two buffers one is enough for events of that size.
+            self.line = std::mem::take(&mut self.data);
+        }
         Ok(())
     }
 
@@ -350,7 +355,10 @@ fn is_blank(data: &[u8]) -> bool {
 }
 
 fn reserve(buffer: &mut Vec<u8>, more: usize, offset: u64) -> Result<(), Error> {
-    buffer.try_reserve(more).map_err(|_| too_large(offset, "no memory for the event; lower max_event_bytes".to_owned()))
+    if grow(buffer, more) {
+        return Ok(());
+    }
+    Err(too_large(offset, "no memory for the event; lower max_event_bytes".to_owned()))
 }
 
 fn too_large(offset: u64, message: String) -> Error {

@@ -57,6 +57,8 @@ impl Staged {
             + self.logprobs.capacity() * 8
             + (self.top_members.capacity() + self.meta_members.capacity()) * size_of::<Member>()
             + self.layout.held()
+            + self.pairs_prefix.held()
+            + self.ids_prefix.held()
     }
 }
 
