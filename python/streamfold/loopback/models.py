@@ -1,0 +1,195 @@
+"""The deterministic model: what it says next is a pure function of all tokens before.
+
+A rolling hash stands for the tokens so far, so a step costs the same at any length. From it come the next token (with
+the seed mixed in when sampling), its logprob, the ids that sampling could choose, and the experts that a position is
+routed to. None of them knows where the prompt ended: a generation that is cut and resumed from its own tokens goes on
+exactly as if nothing had happened.
+
+The model speaks in words, and now and then in what is hard on text: CJK, emoji of several tokens, the Unicode line
+separators, quotes, backslashes, line breaks, a look-alike of the end marker, and special tokens. Once it has said the
+first byte of such a piece it says the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from streamfold.loopback.tokenizer import Tokenizer
+
+__all__ = ["Context", "Model"]
+
+# No piece begins another one, so the bytes so far tell whether a piece is complete.
+PIECES = (
+    *("\n", "\t", '"', "'", "\\", ", ", ". ", "! ", "? ", ": ", "\x00", "\x7f"),
+    *("é", "ß", "ñ", "Ω", "я", "\u0085", "\u2028", "\u2029", "\ufeff", "\ufffd"),
+    *("你好", "世界", "日本語", "한국어", "、", "。", "𠮷"),
+    *("🙂", "🚀", "👍🏽", "👩‍🚀", "🇪🇺", "❤️"),
+    *("</s>", "<data: [DONE]>", "{}", "[]"),
+)
+
+_Trie = dict[int, "_Trie"]
+
+_MASK = (1 << 64) - 1
+_MULTIPLIER = 0xD1342543DE82EF95  # odd, so that it has an inverse modulo 2**64
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
+
+# What the hash is mixed with, one constant for each thing that is drawn from it.
+_GREEDY, _SAMPLED, _LOGPROB, _KEPT, _EXPERTS = 0x1001, 0x2003, 0x3005, 0x4007, 0x5009
+
+_PIECE_PER_1024, _SPECIAL_PER_1024 = 128, 8
+_MOST_KEPT = 8
+_FLOAT32 = struct.Struct("f")
+
+
+class Context:
+    """The tokens so far, as far as the model needs them: their hash, and the piece it is in the middle of."""
+
+    __slots__ = ("_node", "_root", "hash")
+
+    def __init__(self, start: int, root: _Trie) -> None:
+        self.hash = start
+        self._root = root
+        self._node = root
+
+    def push(self, token: int) -> None:
+        """Add one token."""
+        self.hash = (self.hash * _MULTIPLIER + token + 1) & _MASK
+        self._node = self._node.get(token) or self._root.get(token) or self._root
+
+    @property
+    def continuations(self) -> tuple[int, ...]:
+        """The tokens that go on with a piece that has been begun; empty between pieces."""
+        return () if self._node is self._root else tuple(self._node)
+
+
+class Model:
+    """Draws tokens and everything about them from the hash of the context.
+
+    ``seed`` stands for the weights, ``stop_probability`` is that of the end-of-sequence token between two pieces.
+    ``num_layers``, ``top_k`` and ``num_experts`` give the shape of the routing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        seed: int = 0,
+        stop_probability: float = 1 / 256,
+        num_layers: int = 4,
+        top_k: int = 2,
+        num_experts: int = 16,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._start = _mix(seed & _MASK)
+        self._trie = _trie(PIECES)
+        self._stop_below = int(stop_probability * 2**32)
+        self._num_layers, self._top_k, self._num_experts = num_layers, top_k, num_experts
+        # Steps without a common divisor with the number of experts: top_k of them never meet the same one twice.
+        self._expert_steps = np.array([s for s in range(1, num_experts + 1) if math.gcd(s, num_experts) == 1])
+
+    def read(self, tokens: Iterable[int]) -> Context:
+        """Build the context of some tokens."""
+        context = Context(self._start, self._trie)
+        for token in tokens:
+            context.push(token)
+        return context
+
+    def salt(self, seed: int | None) -> int:
+        """Give what a request mixes into its draws. ``seed`` None is greedy decoding, which knows none."""
+        return _GREEDY if seed is None else _mix((seed ^ _SAMPLED) & _MASK)
+
+    def draw(self, context: Context, salt: int, forbidden: Collection[int] = ()) -> int:
+        """Choose the next token; those that are forbidden are drawn again."""
+        bits = _mix(context.hash ^ salt)
+        choices = context.continuations
+        for _ in range(64):
+            token = choices[bits % len(choices)] if choices else self._free_choice(bits)
+            if token not in forbidden:
+                return token
+            bits, choices = _mix(bits), ()
+        return next(token for token in range(self._tokenizer.vocab_size) if token not in forbidden)
+
+    def _free_choice(self, bits: int) -> int:
+        tokenizer = self._tokenizer
+        if bits >> 32 < self._stop_below:
+            return tokenizer.eos_token_id
+        kind, rest = bits & 1023, (bits & 0xFFFFFFFF) >> 10
+        if kind < _PIECE_PER_1024:
+            return PIECES[rest % len(PIECES)].encode()[0]
+        if kind < _PIECE_PER_1024 + _SPECIAL_PER_1024:
+            # Any but the end of the sequence, which has a probability of its own.
+            specials = tokenizer.special_ids
+            token = specials[rest % len(specials)]
+            return tokenizer.pad_token_id if token == tokenizer.eos_token_id else token
+        return tokenizer.first_word_id + rest % (tokenizer.vocab_size - tokenizer.first_word_id)
+
+    def logprob(self, hash_after: int) -> float:
+        """Give the logprob of the token that led to this hash: a float32, widened, as engines send it."""
+        uniform = (_mix(hash_after ^ _LOGPROB) >> 11) * 2.0**-53
+        value: float = _FLOAT32.unpack(_FLOAT32.pack(math.log1p(-uniform)))[0]
+        return value
+
+    def kept(self, hash_after: int, token: int) -> list[int]:
+        """Give the ids that sampling could choose where it chose ``token``: between 1 and 8, ``token`` first."""
+        bits = _mix(hash_after ^ _KEPT)
+        vocab_size = self._tokenizer.vocab_size
+        step = 1 + (bits >> 8) % (vocab_size // _MOST_KEPT - 1)
+        return [(token + i * step) % vocab_size for i in range(1 + bits % _MOST_KEPT)]
+
+    def hashes(self, tokens: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Give the hash after each token, uint64 ``[n]``: what ``Context.push`` computes, all at once."""
+        n = len(tokens)
+        # h[i] = M**(i+1) * (start + sum of (token[j] + 1) * M**-(j+1) over j <= i), modulo 2**64.
+        up = _powers(_MULTIPLIER, n)
+        down = _powers(pow(_MULTIPLIER, -1, 1 << 64), n)
+        terms = (np.asarray(tokens, np.uint64) + np.uint64(1)) * down
+        found: npt.NDArray[np.uint64] = up * (np.uint64(self._start) + np.cumsum(terms, dtype=np.uint64))
+        return found
+
+    def experts(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+        """Route positions to experts: int32 ``[len(hashes), num_layers, top_k]``, no expert twice in a layer."""
+        layers = np.arange(self._num_layers, dtype=np.uint64) * np.uint64(_GOLDEN)
+        bits = _mix_array((hashes ^ np.uint64(_EXPERTS))[:, None] + layers)
+        first = (bits % np.uint64(self._num_experts)).astype(np.int64)
+        step = self._expert_steps[(bits >> np.uint64(32)) % np.uint64(len(self._expert_steps))]
+        ids: npt.NDArray[np.int64] = (first[..., None] + step[..., None] * np.arange(self._top_k)) % self._num_experts
+        return ids.astype(np.int32)
+
+
+def _trie(pieces: Iterable[str]) -> _Trie:
+    root: _Trie = {}
+    for piece in pieces:
+        node = root
+        for byte in piece.encode():
+            node = node.setdefault(byte, {})
+    return root
+
+
+def _mix(value: int) -> int:
+    """Scatter 64 bits: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def _powers(base: int, count: int) -> npt.NDArray[np.uint64]:
+    powers: npt.NDArray[np.uint64] = np.cumprod(np.full(count, base, np.uint64), dtype=np.uint64)
+    return powers

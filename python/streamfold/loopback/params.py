@@ -1,0 +1,312 @@
+"""Reads the body of ``POST /generate`` and says no in the engine's ways.
+
+What the HTTP layer refuses is :class:`MalformedBody`, an HTTP 400. What comes to light later is
+:class:`InvalidRequest`: in a stream it is an event, since by then the response has begun.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from streamfold.loopback.config import Config
+
+__all__ = ["Ask", "InvalidRequest", "MalformedBody", "SamplingParams", "check_body", "read_asks"]
+
+# What one image adds in front of the prompt, in tokens.
+IMAGE_TOKENS = 16
+
+_NO_EFFECT = {
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "spaces_between_special_tokens",
+}
+_NOT_OFFERED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width"}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "stream": (bool,),
+    "rid": (str, list),
+    "text": (str, list),
+    "input_ids": (list,),
+    "sampling_params": (dict,),
+    "return_logprob": (bool,),
+    "logprob_start_len": (int,),
+    "top_logprobs_num": (int,),
+    "return_text_in_logprobs": (bool,),
+    "return_routed_experts": (bool,),
+    "routed_experts_start_len": (int,),
+    "routed_experts_dtype": (str,),
+    "return_prompt_token_ids": (bool,),
+    "return_sampling_mask": (bool,),
+}
+EXPERTS_DTYPES = {"int32": "<i4", "uint8": "u1", "uint16": "<u2"}
+
+
+class MalformedBody(Exception):
+    """The HTTP layer refuses the body: status 400, with this object as its answer."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(str(answer))
+        self.answer = answer
+
+
+class InvalidRequest(ValueError):
+    """The engine refuses the request after the response has begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The sampling parameters that have an effect here; ``max_new_tokens`` None is as long as the context allows.
+
+    ``custom_params`` may hold ``return_top_p_token_ids``, and ``null_logprobs_at``: positions in the output whose
+    logprob is told as null, as after a NaN. Penalties and ``logit_bias`` are taken and change nothing.
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    sampling_seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    stream_interval: int | None = None
+    n: int = 1
+    custom_params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> SamplingParams:
+        """Read the object of the wire. Raises InvalidRequest."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
+        for key in values:
+            if key in _NOT_OFFERED:
+                msg = f"the loopback engine does not offer {key}: leave it out"
+                raise InvalidRequest(msg)
+            if key not in known | _NO_EFFECT:
+                msg = f"unknown sampling parameter {key!r}"
+                raise InvalidRequest(msg)
+        values = {key: value for key, value in values.items() if key in known}
+        stop = values.get("stop", ())
+        try:
+            values["stop"] = tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
+            values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
+            params = cls(**values)
+            params._check()
+        except TypeError as error:
+            raise InvalidRequest(str(error)) from error
+        return params
+
+    def _check(self) -> None:
+        if not all(isinstance(text, str) for text in self.stop):
+            msg = f"stop must be a string or a list of strings, got {self.stop!r}."
+        elif not isinstance(self.custom_params, dict):
+            msg = f"custom_params must be an object, got {self.custom_params!r}."
+        elif not isinstance(self.custom_params.get("null_logprobs_at", []), list):
+            msg = "custom_params.null_logprobs_at must be a list of positions in the output."
+        elif self.max_new_tokens is not None and self.max_new_tokens < 0:
+            msg = f"max_new_tokens must be at least 0, got {self.max_new_tokens}."
+        elif self.min_new_tokens < 0 or self.min_new_tokens > (self.max_new_tokens or self.min_new_tokens):
+            msg = f"min_new_tokens must be in [0, max_new_tokens({self.max_new_tokens})], got {self.min_new_tokens}."
+        elif self.temperature < 0:
+            msg = f"temperature must be non-negative, got {self.temperature}."
+        elif not 0 < self.top_p <= 1:
+            msg = f"top_p must be in (0, 1], got {self.top_p}."
+        elif self.top_k < 1 and self.top_k != -1:
+            msg = f"top_k must be -1 (disable) or at least 1, got {self.top_k}."
+        elif not 0 <= self.min_p <= 1:
+            msg = f"min_p must be in [0, 1], got {self.min_p}."
+        elif self.stream_interval is not None and self.stream_interval < 1:
+            msg = f"stream_interval must be at least 1, got {self.stream_interval}."
+        elif self.n < 1:
+            msg = f"n must be at least 1, got {self.n}."
+        else:
+            return
+        raise InvalidRequest(msg)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def filtered(self) -> bool:
+        """Whether fewer ids than the vocabulary can be chosen."""
+        return self.greedy or self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One generation that is asked for."""
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    index: int | None = None  # in a body that asks for several
+    seed: int = 0
+    stream: bool = False
+    logprobs: bool = False
+    logprob_start: int = -1
+    top_logprobs: int = 0
+    logprob_texts: bool = False
+    experts: bool = False
+    experts_start: int = 0
+    experts_dtype: str = "int32"
+    prompt_ids: bool = False
+    sampling_mask: bool = False
+
+
+def check_body(body: object, config: Config) -> dict[str, Any]:
+    """Check what the HTTP layer checks before anything is sent. Raises MalformedBody."""
+    if not isinstance(body, dict):
+        raise MalformedBody(bad_request(config, "the body must be a JSON object"))
+    for key, types in _TYPES.items():
+        value = body.get(key)
+        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            wanted = " or ".join(t.__name__ for t in types)
+            raise MalformedBody(bad_request(config, f"{key} must be {wanted}, got {type(value).__name__}"))
+    for key, kinds in (("rid", (str,)), ("text", (str,)), ("input_ids", (int, list))):
+        entries = body.get(key)
+        if isinstance(entries, list) and not any(all(isinstance(entry, kind) for entry in entries) for kind in kinds):
+            raise MalformedBody(bad_request(config, f"{key} has entries of a wrong type"))
+    if config.dialect.release >= (0, 5, 22):
+        known = {f.name for f in fields(SamplingParams)} | _NO_EFFECT | _NOT_OFFERED
+        for key, value in (body.get("sampling_params") or {}).items():
+            if key not in known:
+                raise MalformedBody({"error": f"unknown field `{key}`, expected one of {', '.join(sorted(known))}"})
+            if not _scalar_fits(key, value):
+                raise MalformedBody({"error": f"invalid type for `{key}`: {value!r}"})
+    return body
+
+
+def bad_request(config: Config, message: str) -> dict[str, Any]:
+    """Give the answer to a body that is no request."""
+    if config.dialect.rust:
+        return {"error": {"message": message, "code": 400}}
+    return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
+
+
+def _scalar_fits(key: str, value: object) -> bool:
+    if value is None or key not in SamplingParams.__dataclass_fields__:
+        return True
+    kind = SamplingParams.__dataclass_fields__[key].type
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind in {"int", "int | None"}:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return True
+
+
+def read_asks(body: Mapping[str, Any], config: Config) -> list[Ask]:
+    """Read what a checked body asks for: one generation, or several with an index each. Raises InvalidRequest."""
+    params = SamplingParams.read(body.get("sampling_params") or {})
+    if params.stop and config.skip_tokenizer_init:
+        msg = "stop strings need a tokenizer, and the engine was started without (skip_tokenizer_init)"
+        raise InvalidRequest(msg)
+    prompts, batched = _prompts(body, config)
+    dtype = body.get("routed_experts_dtype") or "int32"
+    if dtype not in EXPERTS_DTYPES:
+        msg = f"routed_experts_dtype must be one of {', '.join(EXPERTS_DTYPES)}, got {dtype!r}"
+        raise InvalidRequest(msg)
+    several = batched or params.n > 1
+    rids = _rids(body.get("rid"), len(prompts), batched=batched)
+    asks: list[Ask] = []
+    for prompt, rid in zip(prompts, rids, strict=True):
+        _check_prompt(prompt, params, config)
+        for copy in range(params.n):
+            asks.append(
+                Ask(
+                    # Of several answers to one prompt none has the rid that was sent.
+                    rid=rid if params.n == 1 else uuid.uuid4().hex,
+                    prompt=prompt,
+                    params=params,
+                    index=len(asks) if several else None,
+                    seed=(config.seed if params.sampling_seed is None else params.sampling_seed) + copy,
+                    stream=bool(body.get("stream")),
+                    logprobs=bool(body.get("return_logprob")),
+                    logprob_start=_or(body.get("logprob_start_len"), -1),
+                    top_logprobs=_or(body.get("top_logprobs_num"), 0),
+                    logprob_texts=bool(body.get("return_text_in_logprobs")),
+                    experts=bool(body.get("return_routed_experts")),
+                    experts_start=_or(body.get("routed_experts_start_len"), 0),
+                    experts_dtype=dtype,
+                    prompt_ids=bool(body.get("return_prompt_token_ids")),
+                    sampling_mask=bool(body.get("return_sampling_mask")),
+                )
+            )
+    return asks
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _prompts(body: Mapping[str, Any], config: Config) -> tuple[list[list[int]], bool]:
+    ids: Any = body.get("input_ids")
+    text: Any = body.get("text")
+    if ids is None and text is None:
+        msg = "Either text or input_ids should be provided."
+        raise InvalidRequest(msg)
+    if ids is not None and text is not None and config.dialect.rust:
+        msg = "validation failed: text and input_ids exclude each other"
+        raise InvalidRequest(msg)
+    if ids is not None:
+        batched = bool(ids) and isinstance(ids[0], list)
+        prompts = ids if batched else [ids]
+    elif config.skip_tokenizer_init:
+        msg = "an engine started with skip_tokenizer_init takes input_ids, not text"
+        raise InvalidRequest(msg)
+    else:
+        batched = isinstance(text, list)
+        prompts = [config.tokenizer.encode(part) for part in (text if batched else [text])]
+    if not prompts:
+        msg = "The batch is empty."
+        raise InvalidRequest(msg)
+    images = body.get("image_data")
+    if images:
+        # An image takes the place of many tokens: the prompt is longer than what was sent.
+        count = len(images) if isinstance(images, list) else 1
+        prompts = [[config.tokenizer.image_token_id] * (IMAGE_TOKENS * count) + prompt for prompt in prompts]
+    return prompts, batched
+
+
+def _rids(given: str | list[str] | None, count: int, *, batched: bool) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, list):
+        if len(given) != count:
+            msg = f"rid has {len(given)} entries for {count} prompts"
+            raise InvalidRequest(msg)
+        return given
+    return [f"{given}_{i}" for i in range(count)] if batched else [given]
+
+
+def _check_prompt(prompt: list[int], params: SamplingParams, config: Config) -> None:
+    if not prompt:
+        msg = "validation failed: input_ids cannot be empty" if config.dialect.rust else "input_ids cannot be empty."
+        raise InvalidRequest(msg)
+    if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in prompt):
+        msg = f"input_ids must be integers from 0 to {config.vocab_size - 1}."
+        raise InvalidRequest(msg)
+    limit = config.context_length
+    if len(prompt) >= limit:
+        msg = f"The input ({len(prompt)} tokens) is longer than the model's context length ({limit} tokens)."
+        raise InvalidRequest(msg)
+    wanted = params.max_new_tokens or 0
+    if len(prompt) + wanted > limit:
+        msg = (
+            f"{len(prompt)} tokens of input and {wanted} of output exceed the model's context length "
+            f"({limit} tokens): ask for fewer."
+        )
+        raise InvalidRequest(msg)
