@@ -1,0 +1,125 @@
+# The verbs that people, hooks and CI call. Each sets up what it needs: a virtual environment in .venv, the tools, and
+# the extension built in release mode. Needed beforehand: Python 3.10 or newer, a Rust toolchain, make.
+
+PYTHON ?= python3
+CARGO ?= cargo
+FUZZ_SECONDS ?= 20
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+TOOLS := $(VENV)/.tools
+BUILT := $(VENV)/.built
+TORCH := $(VENV)/.torch
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# The verbs share one environment and one target directory: never two at once, whatever -j says.
+.NOTPARALLEL:
+
+# maturin installs into the environment that is named here, whichever one the caller has activated.
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
+
+.PHONY: help demo test test-torch lint check bench soak fuzz wheel develop clean FORCE
+
+help:  ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(BUILT)  ## Run the main job: a loopback engine, 16 streams at once, some aborted and resumed
+	$(BIN)/streamfold demo
+
+test: $(BUILT)  ## Run the Rust and Python tests (without torch)
+	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
+	  $(CARGO) nextest run --workspace --locked; \
+	else \
+	  $(CARGO) test --workspace --locked --all-targets; \
+	fi
+	$(CARGO) test --workspace --locked --doc
+	$(BIN)/pytest $(TEST_ARGS)
+
+test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB)
+	$(BIN)/pytest -m torch $(TEST_ARGS)
+
+lint: $(BUILT)  ## Check formats, lints, types and the stub against the compiled module
+	$(CARGO) fmt --all --check
+	$(CARGO) fmt --manifest-path rust/fuzz/Cargo.toml --check
+	$(CARGO) clippy --workspace --all-targets --locked -- --deny warnings
+	RUSTDOCFLAGS="--deny warnings" $(CARGO) doc --workspace --no-deps --locked
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest streamfold._core --mypy-config-file pyproject.toml
+
+check: lint test test-torch  ## Everything that a change must pass
+
+bench: $(BUILT)  ## Measure against what people run today, and write benches/RESULTS.md (about 4 minutes)
+	mkdir -p target
+	$(BIN)/pytest benches/bench_*.py --timeout 900 --benchmark-quiet --benchmark-json target/bench.json $(BENCH_ARGS)
+	$(BIN)/python -m benches.report target/bench.json >target/RESULTS.md
+	mv target/RESULTS.md benches/RESULTS.md
+	cat benches/RESULTS.md
+
+soak: $(BUILT)  ## Run the tests at their full counts (long)
+	PROPTEST_CASES=20000 $(CARGO) test --workspace --locked --release
+	STREAMFOLD_SOAK=1 $(BIN)/pytest --timeout 3600 $(TEST_ARGS)
+
+# Coverage guidance on a stable toolchain: LLVM's own pass counts the edges, and libFuzzer finds the counters at link
+# time. No sanitizer, as the core forbids unsafe code. The explicit target keeps the flags away from build scripts.
+FUZZ_FLAGS := --cfg fuzzing -C codegen-units=1 -C passes=sancov-module \
+  -C llvm-args=-sanitizer-coverage-level=4 -C llvm-args=-sanitizer-coverage-inline-8bit-counters \
+  -C llvm-args=-sanitizer-coverage-pc-table -C llvm-args=-sanitizer-coverage-trace-compares
+
+fuzz:  ## Fuzz the parser, FUZZ_SECONDS=20 for each target (needs a C++ compiler)
+	@cd rust/fuzz; \
+	host=$$(rustc -vV | sed -n 's/^host: //p'); \
+	RUSTFLAGS="$(FUZZ_FLAGS)" $(CARGO) build --release --locked --target "$$host"; \
+	for target in parse split; do \
+	  echo "$$target: $(FUZZ_SECONDS) s"; \
+	  mkdir -p "corpus/$$target" "artifacts/$$target"; \
+	  "target/$$host/release/$$target" "corpus/$$target" ../../tests/data -artifact_prefix="artifacts/$$target/" \
+	    -max_total_time=$(FUZZ_SECONDS) -max_len=8192 -timeout=10 -rss_limit_mb=2048 \
+	    -verbosity=0 -print_funcs=0 -print_final_stats=1 2>&1 | grep -v '# Uses:\|ecommended dictionary'; \
+	done
+
+wheel: $(TOOLS)  ## Build the sdist, the abi3 wheel from it, and import that in an empty environment
+	rm -rf dist target/empty
+	$(BIN)/maturin build --release --sdist --out dist
+	! $(BIN)/python -m zipfile --list dist/*.whl | grep -E '(^|/)(tests|benches)/|conftest|\.rs ' \
+	  || { echo "the wheel holds files that are not for users (above)"; exit 1; }
+	$(PYTHON) -m venv target/empty
+	target/empty/bin/python -m pip install --quiet dist/*.whl
+	cd target; empty/bin/python -c 'import streamfold; print("streamfold", streamfold.__version__, "works from its wheel")'
+	cd target; empty/bin/streamfold --help >/dev/null
+
+develop: $(BUILT)  ## Set up .venv and build the extension into python/streamfold
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) target dist rust/fuzz/target python/streamfold/_core*.so .hypothesis .mypy_cache .ruff_cache
+	find python tests benches examples -name __pycache__ -prune -exec rm -rf {} +
+
+$(TOOLS): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("streamfold needs Python 3.10 or newer: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"  # the first that knows dependency groups
+	$(BIN)/python -m pip install --quiet --group dev
+	touch $@
+
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust/core rust/py -name Cargo.toml -o -path '*/src*')
+# The extension may vanish (git clean) while the environment stays.
+$(BUILT): $(TOOLS) $(RUST_SOURCES) $(if $(wildcard python/streamfold/_core*.so),,FORCE)
+	command -v $(CARGO) >/dev/null || { echo "streamfold needs a Rust toolchain: install one with rustup"; exit 1; }
+	PIP_QUIET=1 $(BIN)/maturin develop --release --extras loopback
+	touch $@
+
+$(TORCH): $(BUILT)
+	@echo "Installing torch: on Linux x86-64 a download of about 3 GB (6 GB on disk), elsewhere 100 MB."
+	@echo "To take a smaller build, set pip's own variables, as in PIP_EXTRA_INDEX_URL."
+	$(BIN)/maturin develop --release --extras loopback,torch || { \
+	  echo "torch could not be installed (above); all other tests run without it: make test"; exit 1; }
+	touch $@
+
+FORCE:
