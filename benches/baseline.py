@@ -1,0 +1,91 @@
+"""What people run today: httpx's text lines, a JSON parser, and lists.
+
+Written to be hard to beat in Python, not to be beaten: one pass, one slice per event, no list rebuilt, no check that
+a careful user would not make. It differs from common code where that is slower (which makes the sample anew at each
+event), and it keeps one weakness that users do not see: httpx's lines end at U+2028 and its kin too, which engines
+send raw. The streams measured here hold none.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], str]
+
+
+def fold(reads: Sequence[bytes], loads: Callable[[str], Any], *, incremental: bool) -> Arrays:
+    """Read a whole reply body: token ids int32 ``[n]``, logprobs float64 ``[n]``, the text."""
+    accumulator = Accumulator(incremental=incremental)
+    for event in events(reads, loads):
+        accumulator.add(event)
+    return accumulator.arrays()
+
+
+def fold_json(reads: Sequence[bytes], *, incremental: bool) -> Arrays:
+    """Way (a): the standard library's parser."""
+    return fold(reads, json.loads, incremental=incremental)
+
+
+def fold_orjson(reads: Sequence[bytes], *, incremental: bool) -> Arrays:
+    """Way (b): orjson."""
+    return fold(reads, orjson.loads, incremental=incremental)
+
+
+def events(reads: Iterable[bytes], loads: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
+    """Give each event of a streamed reply, as ``async for line in response.aiter_lines()`` does."""
+    response = httpx.Response(200, headers={"content-type": "text/event-stream; charset=utf-8"}, content=iter(reads))
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        yield loads(data)
+
+
+class Accumulator:
+    """Appends what is new in each event, after the checks that tell whether anything was lost."""
+
+    def __init__(self, *, incremental: bool) -> None:
+        self.incremental = incremental
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.texts: list[str] = []
+        self.meta: dict[str, Any] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Append the new tokens of one event."""
+        self.meta = meta = event["meta_info"]
+        pairs, ids = meta["output_token_logprobs"], event["output_ids"]
+        total, known = meta["output_token_logprobs_length"], len(self.token_ids)
+        if meta["completion_tokens"] != total or len(ids) != len(pairs):
+            raise ValueError(f"the counts of the event after token {known} disagree")
+        if self.incremental:
+            if known + len(pairs) != total:
+                raise ValueError(f"{len(pairs)} tokens came after {known}, but the engine counts {total}")
+            self.texts.append(event["text"])
+        else:
+            if len(pairs) != total or total < known:
+                raise ValueError(f"{len(pairs)} tokens came, {known} are known, but the engine counts {total}")
+            pairs, ids = pairs[known:], ids[known:]
+            self.texts = [event["text"]]
+        if [pair[1] for pair in pairs] != ids:
+            raise ValueError(f"the ids and the logprobs of the event after token {known} disagree")
+        self.token_ids += ids
+        self.logprobs += [pair[0] for pair in pairs]
+
+    def arrays(self) -> Arrays:
+        """Give what was read; a stream without a finish reason was cut."""
+        if self.meta.get("finish_reason") is None:
+            raise ValueError("the stream ended before its finish reason")
+        token_ids = np.array(self.token_ids, dtype=np.int32)
+        return token_ids, np.array(self.logprobs, dtype=np.float64), "".join(self.texts)
