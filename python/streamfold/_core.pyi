@@ -1,16 +1,18 @@
 """The Rust core: raw bytes of a streamed reply in, arrays out."""
 
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+__all__ = ["DIALECTS", "Experts", "Generation", "Parser", "__version__"]
+
 __version__: Final[str]
 DIALECTS: Final[tuple[str, ...]]
 
-FinishReason = Literal["stop", "length", "abort"]
-ExpertsDtype = Literal["int32", "uint8", "uint16"]
+_FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+_ExpertsDtype: TypeAlias = Literal["int32", "uint8", "uint16"]
 
 @final
 class Experts:
@@ -21,7 +23,7 @@ class Experts:
     """
 
     def __new__(
-        cls, num_layers: int, top_k: int, num_experts: int | None = None, dtype: ExpertsDtype = "int32"
+        cls, num_layers: int, top_k: int, num_experts: int | None = None, dtype: _ExpertsDtype = "int32"
     ) -> Experts: ...
     @property
     def num_layers(self) -> int: ...
@@ -30,10 +32,10 @@ class Experts:
     @property
     def num_experts(self) -> int | None: ...
     @property
-    def dtype(self) -> ExpertsDtype: ...
+    def dtype(self) -> _ExpertsDtype: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
+    def __getnewargs__(self) -> tuple[int, int, int | None, str]: ...
 
 @final
 class Generation:
@@ -45,7 +47,7 @@ class Generation:
         logprobs: npt.ArrayLike | None = None,
         *,
         text: str | None = None,
-        finish_reason: FinishReason | None = None,
+        finish_reason: _FinishReason | None = None,
         matched: int | str | None = None,
         routed_experts: npt.NDArray[Any] | None = None,
         top_p: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
@@ -65,7 +67,7 @@ class Generation:
     def text(self) -> str | None:
         """The engine's text; None if it sent none (or left it out of an event that brought tokens)."""
     @property
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self) -> _FinishReason | None:
         """Why the engine ended it; None if the stream was cut before it said so."""
     @property
     def matched(self) -> int | str | None:
@@ -97,8 +99,9 @@ class Generation:
         Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``top_p_token_ids``, ``top_p_offsets``; those that
         are None are left out.
         """
-    def __eq__(self, other: object, /) -> bool: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
+    def __eq__(self, other: object, /) -> bool:
+        """Bit for bit: a logprob of -0.0 is not one of 0.0."""
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
 @final
 class Parser:
@@ -121,7 +124,7 @@ class Parser:
         experts_start: int = 0,
         clamped: Literal["raise", "keep"] = "raise",
         max_new_tokens: int | None = None,
-        max_event_bytes: int = 1 << 30,
+        max_event_bytes: int = 1073741824,
     ) -> Parser: ...
     def feed(self, data: bytes | bytearray | memoryview, /) -> int:
         """Read the next bytes, cut anywhere; the number of tokens that became available (0: more are needed).

@@ -1,11 +1,12 @@
 //! Any bytes, any dialect, any options: an answer or a typed error, never a panic; and the error stays.
+//! The options come from the last bytes, so that a recorded stream is a good seed.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use streamfold_core::{Clamped, Dialect, Dtype, Experts, Options, Parser};
 
 fuzz_target!(|input: &[u8]| {
-    let Some((&[choice, shape], body)) = input.split_first_chunk::<2>() else { return };
+    let Some((body, &[choice, shape])) = input.split_last_chunk::<2>() else { return };
     let (_, dialect) = Dialect::ALL[usize::from(choice) % Dialect::ALL.len()];
     let dtype = [Dtype::Int32, Dtype::Uint8, Dtype::Uint16][usize::from(shape) % 3];
     let experts = Experts { num_layers: 2, top_k: 2, num_experts: (shape & 8 != 0).then_some(8), dtype };

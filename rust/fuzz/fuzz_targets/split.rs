@@ -15,7 +15,7 @@ fn read<'a>(
 }
 
 fuzz_target!(|input: &[u8]| {
-    let Some((&[choice, first, second, step], body)) = input.split_first_chunk::<4>() else { return };
+    let Some((body, &[choice, first, second, step])) = input.split_last_chunk::<4>() else { return };
     let (_, dialect) = Dialect::ALL[usize::from(choice) % Dialect::ALL.len()];
     let options = Options {
         logprobs: choice & 8 == 0,

@@ -23,7 +23,7 @@ pub(crate) struct Parser {
 impl Parser {
     #[new]
     #[pyo3(signature = (dialect, *, logprobs=true, experts=None, prompt_len=None, experts_start=0, clamped="raise",
-                        max_new_tokens=None, max_event_bytes=1 << 30))]
+                        max_new_tokens=None, max_event_bytes=1_073_741_824))]
     #[allow(clippy::too_many_arguments, reason = "the contract's keywords")]
     fn new(
         dialect: &str,
