@@ -106,26 +106,22 @@ impl<'a> Reader<'a> {
                 Key::End => return Ok(()),
                 Key::Pairs if self.staged.has_pairs => self.fields.pairs = self.pairs()?,
                 Key::PromptTokens => self.fields.prompt_tokens = self.count(2)?,
-                Key::CachedTokens => self.fields.cached_tokens = self.count(2)?,
                 Key::RoutedExperts => self.fields.routed_experts = self.string(2)?,
                 Key::TopPIds => self.fields.top_p_ids = self.any(2)?,
                 Key::TopPOffsets => self.fields.top_p_offsets = self.any(2)?,
                 Key::TopPKeptIds => self.fields.top_p_kept_ids = self.any(2)?,
                 Key::TopPKeptOffsets => self.fields.top_p_kept_offsets = self.any(2)?,
-                Key::Other => {
-                    if self.staged.layout.next_same_value(&mut self.cursor, self.data) {
-                        continue;
-                    }
-                    let (name, place) = (self.staged.layout.name(from), self.staged.layout.last());
-                    let value = self.cursor.skip_value(2)?;
-                    self.staged.layout.keep_value(place, value.of(self.data));
-                    self.staged.meta_members.extend(member(self.data, name, value));
+                // What these said in the last event has been checked and applied, and it is still said.
+                Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens if self.next_same_value() => {}
+                Key::WeightVersion if self.next_same_value() => {
+                    self.fields.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
                 }
                 other => {
-                    let name = self.staged.layout.name(from);
+                    let (name, place) = (self.staged.layout.name(from), self.staged.layout.last());
                     match other {
                         Key::Id => self.fields.id = self.string(2)?,
                         Key::FinishReason => self.fields.finish = self.finish()?,
+                        Key::CachedTokens => self.fields.cached_tokens = self.count(2)?,
                         Key::CompletionTokens => self.fields.completion_tokens = self.count(2)?,
                         Key::Length => self.fields.length = self.count(2)?,
                         Key::WeightVersion => self.fields.weight_version = self.label(2)?,
@@ -137,10 +133,25 @@ impl<'a> Reader<'a> {
                         }
                     }
                     let value = self.value_since(from);
-                    self.staged.meta_members.extend(member(self.data, name, value));
+                    let is_kept = match other {
+                        Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens => true,
+                        Key::WeightVersion => self.fields.weight_version.get().is_some(),
+                        _ => false,
+                    };
+                    if is_kept {
+                        self.staged.layout.keep_value(place, value.of(self.data));
+                    }
+                    if other != Key::CachedTokens {
+                        self.staged.meta_members.extend(member(self.data, name, value));
+                    }
                 }
             }
         }
+    }
+
+    #[inline]
+    fn next_same_value(&mut self) -> bool {
+        self.staged.layout.next_same_value(&mut self.cursor, self.data)
     }
 
     #[inline]
