@@ -235,7 +235,8 @@ impl<'a> Cursor<'a> {
     }
 
     /// Take a number; the cursor stands at its first byte.
-    #[inline]
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     pub(crate) fn next_number(&mut self) -> Result<Number> {
         let start = self.at;
         let is_negative = self.byte() == Some(b'-');
@@ -278,7 +279,8 @@ impl<'a> Cursor<'a> {
     }
 
     /// Take digits, up to eight at a time. Leading zeros do not count.
-    #[inline]
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     fn digits(&mut self, mantissa: &mut u64, digits: &mut u32) {
         while let Some(eight) = self.data.get(self.at..self.at + 8) {
             let (count, value) = leading_digits(u64::from_le_bytes(eight.try_into().unwrap_or_default()));
@@ -350,7 +352,7 @@ impl<'a> Cursor<'a> {
 
     /// Take `[number,number,null]` without a blank, as engines write a pair; if it is anything else, nothing.
     #[inline]
-    pub(crate) fn next_plain_pair(&mut self) -> Option<(Number, u64)> {
+    pub(crate) fn next_plain_pair(&mut self) -> Option<(f64, u64)> {
         let start = self.at;
         let pair = self.plain_pair();
         if pair.is_none() {
@@ -360,9 +362,10 @@ impl<'a> Cursor<'a> {
     }
 
     #[inline]
-    fn plain_pair(&mut self) -> Option<(Number, u64)> {
+    fn plain_pair(&mut self) -> Option<(f64, u64)> {
         self.next_exact(b"[")?;
-        let first = self.next_number().ok()?;
+        // Taken apart at once: a Number that goes through memory costs a stall.
+        let first = self.next_number().ok()?.as_f64(self.data);
         self.next_exact(b",")?;
         let second = self.next_plain_integer()?;
         self.next_exact(b",null]")?;

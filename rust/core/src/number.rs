@@ -27,12 +27,16 @@ impl Number {
     }
 
     /// The double that is nearest, as Python's `json` and `float` give it; infinite beyond its range.
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     pub(crate) fn as_f64(&self, data: &[u8]) -> f64 {
         let magnitude = self.magnitude(data);
         // An integer literal has no negative zero in Python.
         if self.is_negative && !(self.is_integer && self.digits == 0) { -magnitude } else { magnitude }
     }
 
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     fn magnitude(&self, data: &[u8]) -> f64 {
         if self.digits == 0 {
             return 0.0;
@@ -48,6 +52,12 @@ impl Number {
                 return quotient(self.mantissa, places);
             }
         }
+        self.parsed(data)
+    }
+
+    /// The magnitude by way of std: for more digits than 64 bits hold, and for exponents.
+    #[cold]
+    fn parsed(&self, data: &[u8]) -> f64 {
         let text = std::str::from_utf8(self.span.of(data)).unwrap_or_default();
         text.trim_start_matches('-').parse().unwrap_or(f64::NAN)
     }

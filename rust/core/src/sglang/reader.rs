@@ -347,7 +347,7 @@ impl<'a> Reader<'a> {
     fn pair(&mut self) -> Result<Option<usize>> {
         if let Some((logprob, id)) = self.cursor.next_plain_pair() {
             self.staged.ids.push(i32::try_from(id).unwrap_or(NO_TOKEN));
-            self.staged.logprobs.push(logprob.as_f64(self.data));
+            self.staged.logprobs.push(logprob);
             return Ok(None);
         }
         let mut logprob = f64::NAN;
