@@ -155,7 +155,7 @@ impl Sglang {
             Some(SideData::read(data, fields, arrivals, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
-        if !growing.generation.reserve(step.new) || !growing.text.reserve(text, step.shape == Shape::Whole) {
+        if !growing.generation.reserve(step.new) || !growing.text.reserve(text, step.mode == Mode::Cumulative) {
             let message = format!("no memory for {} more tokens and {text} bytes of text", step.new);
             return Err(Flaw::new(ErrorKind::TooLarge, 0, "", message));
         }
@@ -212,7 +212,7 @@ impl Sglang {
                 let whole = behind_delta(&glued, text.plain()).to_owned();
                 text.set(whole);
             }
-            _ if is_abort && self.mode == Mode::Cumulative => text.replace(raw.span.of(data)),
+            _ if self.mode == Mode::Cumulative => text.replace(raw.span.of(data)),
             _ if is_from_queue => {
                 let told = decode(data, raw);
                 let kept = text.plain();

@@ -1,8 +1,8 @@
-use numpy::{IntoPyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{IntoPyArray, PyArray1, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use streamfold_core::{Matched, RoutedExperts};
 
 const FINISH_REASONS: [&str; 3] = ["stop", "length", "abort"];
@@ -82,9 +82,14 @@ impl Generation {
             .transpose()?;
         let top_p = top_p.map(|(ids, offsets)| checked_top_p(py, &ids, &offsets, count)).transpose()?;
         let spans = version_spans.unwrap_or_default();
-        if let Some((version, start, end)) = spans.iter().find(|(_, start, end)| start > end || *end > count) {
-            let message = format!("version_spans: {version:?} covers {start}..{end} of {count} tokens");
-            return Err(PyValueError::new_err(message));
+        check_spans(&spans, count)?;
+        if let Some(matched) = matched.as_ref().map(|matched| matched.bind(py))
+            && !(matched.is_instance_of::<PyInt>() || matched.is_instance_of::<PyString>())
+        {
+            return Err(PyValueError::new_err(format!("matched must be a token id or a string, not {matched}")));
+        }
+        if let Some(experts) = routed_experts.as_ref().map(|experts| experts.bind(py)) {
+            check_experts(experts)?;
         }
         let given = PyOnceLock::new();
         if let Some(meta) = meta {
@@ -261,6 +266,29 @@ fn float64_array<'py>(values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray
     }
     let py = values.py();
     Ok(values.extract::<Vec<f64>>()?.into_pyarray(py))
+}
+
+/// Spans follow each other, may leave gaps, and lie within the tokens.
+fn check_spans(spans: &[(String, usize, usize)], count: usize) -> PyResult<()> {
+    let mut last = 0;
+    for (version, start, end) in spans {
+        if *start < last || start > end || *end > count {
+            let message = format!(
+                "version_spans: {version:?} covers {start}..{end} of {count} tokens, after one that ends at {last}"
+            );
+            return Err(PyValueError::new_err(message));
+        }
+        last = *end;
+    }
+    Ok(())
+}
+
+fn check_experts(experts: &Bound<'_, PyAny>) -> PyResult<()> {
+    let dtype = experts.cast::<PyUntypedArray>().map(|array| array.dtype().to_string()).unwrap_or_default();
+    if streamfold_core::Dtype::from_name(&dtype).is_some() {
+        return Ok(());
+    }
+    Err(PyValueError::new_err("routed_experts must be a numpy array of int32, uint8 or uint16"))
 }
 
 fn checked_top_p(
