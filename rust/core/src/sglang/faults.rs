@@ -9,10 +9,14 @@ use crate::sglang::side::label;
 
 /// Whether an event is an error instead of a part of the generation.
 pub(super) fn is_error_object(data: &[u8], fields: &Fields) -> bool {
-    let is_told = |value| !matches!(value, Value::Absent | Value::Null);
     let is_event = !matches!(fields.meta_info.value, Value::Absent);
     let says_error = fields.object.get().is_some_and(|object| object.span.of(data) == b"error");
-    is_told(fields.error.value) || (!is_event && (is_told(fields.detail.value) || says_error))
+    error(data, fields).is_some() || (!is_event && (fields.detail.get().is_some() || says_error))
+}
+
+/// The value of `error`, if it can be one: an object or a text.
+fn error(data: &[u8], fields: &Fields) -> Option<Span> {
+    fields.error.get().filter(|value| matches!(data[value.start()], b'{' | b'"'))
 }
 
 /// A finish reason that is a failure of the engine.
@@ -33,17 +37,18 @@ pub(super) fn finish_fault(data: &[u8], finish: &Finish) -> Option<EngineFault> 
 /// What an error event says, in any of the shapes that engines and routers use.
 pub(super) fn error_object(data: &[u8], fields: &Fields) -> EngineFault {
     let outer = (fields.message.get(), fields.code.get());
-    let (message, code) = match (fields.error.get(), fields.detail.get()) {
+    let (message, code) = match (error(data, fields), fields.detail.get()) {
         (Some(error), _) if data[error.start()] == b'{' => members(data, error),
         (Some(error), _) => (Some(error), outer.1),
         (None, Some(detail)) => (Some(detail), outer.1),
         (None, None) => outer,
     };
-    let message = match message.or(fields.error.get()) {
+    let message = match message.or(error(data, fields)) {
         Some(value) => label(data, value),
         None => String::from_utf8_lossy(data).into_owned(),
     };
-    let status = code.and_then(|code| label(data, code).parse().ok());
+    let digits = code.map(|code| label(data, code)).filter(|code| code.bytes().all(|byte| byte.is_ascii_digit()));
+    let status = digits.and_then(|code| code.parse().ok());
     EngineFault { message, status }
 }
 

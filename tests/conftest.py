@@ -1,0 +1,62 @@
+"""What every test may use, and which tests run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak", action="store_true", help="run the tests at their full counts (or set STREAMFOLD_SOAK=1)"
+    )
+
+
+def soaking(config: pytest.Config) -> bool:
+    return bool(config.getoption("--soak")) or os.environ.get("STREAMFOLD_SOAK", "0") not in ("", "0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for marker, runs, hint in (
+        ("soak", soaking(config), "the full counts: make soak"),
+        ("torch", importlib.util.find_spec("torch") is not None, "torch is not installed: make test-torch"),
+    ):
+        if not runs:
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=hint))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
+    """Run the asynchronous tests of a module that says ``BOTH_LOOPS = True`` on asyncio and on uvloop."""
+    module = item.getparent(pytest.Module)
+    return LOOPS if module is not None and getattr(module.obj, "BOTH_LOOPS", False) else None
+
+
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> bool:
+    """Whether the full counts are asked for."""
+    return soaking(request.config)
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own use of httpx must reach the loopback, whatever the shell says."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
