@@ -397,7 +397,8 @@ def test_an_event_named_error_is_one_whatever_it_holds() -> None:
 
 
 def test_keys_of_an_error_beside_meta_info_are_keys_like_others() -> None:
-    others = ({"error": value} for value in (None, False, True, 0, 5, []))
+    values: list[Any] = [None, False, True, 0, 5, []]
+    others = ({"error": value} for value in values)
     for top in ({"detail": "x"}, {"object": "error"}, {"object": "text"}, *others):
         assert agreed(INCREMENTAL + event([13], 3, text="c", top=top), aborted=True).reading.token_ids == [11, 12, 13]
     folded = agreed(INCREMENTAL + event([13], 3, text="c", top={"error": {"message": "x", "code": 500}}))

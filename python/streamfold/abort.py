@@ -1,0 +1,191 @@
+"""The requests beside the streams: tell the engines to end a request, ask for their load, find them behind a router.
+
+They have a small pool of their own, so that an abort never queues behind the streams it is to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+import orjson
+
+from streamfold.connection import Connection, Stopped
+from streamfold.engines import error_message, quote
+from streamfold.errors import EngineError
+from streamfold.limits import Slots
+from streamfold.urls import base_url
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from streamfold.engines import Sglang
+
+__all__ = ["Control"]
+
+T = TypeVar("T")
+
+log = logging.getLogger("streamfold")
+
+_AT_ONCE = 32  # for each worker, so that one that hangs does not keep the others from being told
+_SECONDS = 3.0  # for a small request, from the connect to the end of its reply
+_LONGEST_REPLY = 1 << 20
+_REPEAT_AFTER = (
+    0.075  # an engine forgets an abort that overtakes its request; this is how long a request takes to get in
+)
+_WORKERS_LAST = 10.0  # routers gain and lose workers
+_FAILURE_LASTS = 1.0
+
+
+class Control:
+    """Speaks to one engine, or to each worker behind a router. Bound to the running event loop.
+
+    Args:
+        base: the normalised base URL of the engine or router.
+        engine: how the engine is spoken to.
+        headers: sent with each request.
+        transport: where requests go; closed by :meth:`aclose`.
+    """
+
+    def __init__(self, base: str, engine: Sglang, headers: httpx.Headers, transport: httpx.AsyncBaseTransport) -> None:
+        self._base = base
+        self._engine = engine
+        self._headers = headers
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._slots: defaultdict[str, Slots] = defaultdict(lambda: Slots(_AT_ONCE))
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._search: asyncio.Task[list[str]] | None = None
+        self._search_again = 0.0
+        self._reported: set[str] = set()
+
+    def tell(self, rid: str, *, ended: asyncio.Future[None], begun: bool) -> asyncio.Task[None]:
+        """Tell every worker to end ``rid``; done when all have answered. Failures are logged.
+
+        A request that has not ``begun`` may not have reached the engine's queue, so it is told again a little
+        later, unless it has ``ended`` by then.
+        """
+        return self._keep(self._tell(rid, ended, begun=begun))
+
+    async def load(self) -> int:
+        """Requests that run or wait, over all workers.
+
+        Raises:
+            EngineError: a worker cannot be reached, or does not tell its load.
+        """
+        return sum(await asyncio.gather(*[self._load_of(worker) for worker in await self.workers()]))
+
+    async def workers(self) -> list[str]:
+        """Base URLs of the engines: what a router lists, otherwise the base URL itself. Asked now and then."""
+        if self._search is None or (self._search.done() and self._loop.time() >= self._search_again):
+            self._search = self._keep(self._find_workers())
+        return await asyncio.shield(self._search)
+
+    async def aclose(self) -> None:
+        """Wait for the requests that are under way, but not for all that queue up before a worker that hangs."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_SECONDS)
+        while self._tasks:
+            for slots in self._slots.values():
+                slots.dismiss()
+            await asyncio.wait(self._tasks, timeout=0.1)
+        await self._transport.aclose()
+
+    async def _tell(self, rid: str, ended: asyncio.Future[None], *, begun: bool) -> None:
+        await self._end(rid)
+        if not begun:
+            await asyncio.wait({ended}, timeout=_REPEAT_AFTER)
+            if not ended.done():
+                await self._end(rid)
+
+    async def _end(self, rid: str) -> None:
+        await asyncio.gather(*[self._end_at(worker, rid) for worker in await self.workers()])
+
+    async def _end_at(self, worker: str, rid: str) -> None:
+        path, body = self._engine.abort(rid)
+        try:
+            await self._ask("POST", worker, path, body)
+        except EngineError as error:
+            if worker not in self._reported:  # one word for a dead worker, not one for each of a thousand aborts
+                self._reported.add(worker)
+                log.warning("could not abort at %s, its requests may run on: %s", worker, error)
+
+    async def _load_of(self, worker: str) -> int:
+        body = await self._ask("GET", worker, self._engine.load_path)
+        try:
+            return self._engine.read_load(orjson.loads(body))
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"the load of {worker} is no JSON: {quote(body)}") from error
+
+    async def _find_workers(self) -> list[str]:
+        self._reported.clear()
+        lasts = _WORKERS_LAST
+        workers: list[str] = []
+        try:
+            reply = await self._ask("GET", self._base, self._engine.workers_path)
+            workers = self._engine.read_workers(orjson.loads(reply))
+        except EngineError as error:
+            if error.status is None:  # 404 is the usual answer of an engine without a router
+                lasts = _FAILURE_LASTS
+        except orjson.JSONDecodeError:
+            pass
+        self._search_again = self._loop.time() + lasts
+        return [url for worker in workers if (url := self._worker_url(worker))] or [self._base]
+
+    def _worker_url(self, worker: str) -> str | None:
+        try:
+            return base_url(worker)
+        except ValueError as error:
+            log.warning("the router lists a worker that cannot be spoken to: %s", error)
+            return None
+
+    async def _ask(self, method: str, base: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Send one small request and give the reply's body.
+
+        Raises:
+            EngineError: no reply in time, or one with a status of 300 or more.
+        """
+        url = base + path
+        slots = self._slots[base]
+        if not await slots.wait(slots.request()):
+            raise EngineError(f"{url} was not asked, as the client is being closed")
+        connection = Connection(self._transport)
+        timer = self._loop.call_later(_SECONDS, connection.close_soon)
+        reply = bytearray()
+
+        def take(chunk: bytes) -> None:
+            reply.extend(chunk)
+            if len(reply) > _LONGEST_REPLY:
+                connection.close_soon()
+
+        request = httpx.Request(
+            method,
+            url,
+            headers=self._headers,
+            content=None if body is None else orjson.dumps(body),
+            extensions={"timeout": {"connect": _SECONDS}},
+        )
+        try:
+            response = await connection.send(request)
+            await connection.read(response, take)
+        except Stopped:
+            raise EngineError(f"no reply from {url} within {_SECONDS:g} s", retryable=True) from None
+        except Exception as error:  # of any kind: a transport may be anybody's
+            raise EngineError(f"no reply from {url}: {str(error) or type(error).__name__}", retryable=True) from error
+        finally:
+            timer.cancel()
+            slots.release()
+        if connection.stopped:
+            raise EngineError(f"the reply from {url} did not end within {_SECONDS:g} s", retryable=True)
+        if response.status_code >= 300:
+            raise EngineError(error_message(bytes(reply)), status=response.status_code)
+        return bytes(reply)
+
+    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return task

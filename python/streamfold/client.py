@@ -1,0 +1,333 @@
+"""The client: it starts calls, bounds how many run, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+import numpy as np
+import orjson
+
+from streamfold._core import Generation, Parser, __version__
+from streamfold.abort import Control
+from streamfold.call import Call
+from streamfold.engines import ENGINES, token_array
+from streamfold.limits import Limits, Slots, Timeouts
+from streamfold.urls import base_url as normalised
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from streamfold._core import Experts
+    from streamfold.engines import TokenIds
+
+__all__ = ["Client", "Running"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """What one call was doing when it was looked at: see :class:`Call` for the fields."""
+
+    rid: str
+    token_count: int
+    age: float
+    rate: float
+
+
+@dataclass
+class _Session:
+    """All that is bound to one event loop, from the first use of a client to its ``aclose``."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: httpx.AsyncBaseTransport
+    control: Control
+    slots: Slots
+    calls: dict[str, Call] = field(default_factory=dict)
+    pumps: set[asyncio.Task[None]] = field(default_factory=set)
+    closing: asyncio.Task[None] | None = None
+
+
+@cache  # loading the certificates takes longer than all the rest
+def _tls() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)
+
+
+class Client:
+    """Asks one inference engine, or the engines behind one router, for generations.
+
+    A client makes nothing until it is used, so it may be made before a fork and outside an event loop. Its first use
+    binds it to the running loop, :meth:`aclose` frees it again. Environment variables (proxies, ``NO_PROXY``) do
+    not affect it, redirects are not followed, and no cookies are kept.
+
+    Args:
+        base_url: the engine's or router's address, with or without a path: ``http://10.0.0.1:30000``, ``[::1]:30000``.
+        engine: how it is spoken to: ``"sglang"``.
+        headers: sent with every request, in addition to those that the client needs.
+        api_key: sent as a bearer token.
+        timeouts: how long each phase may last.
+        limits: how much may be done at once.
+        experts: how routed experts are written; given, every call asks for them.
+        transport: ``"httpx"``, or a transport of your own, for TLS with a private authority
+            (``httpx.AsyncHTTPTransport(verify=context)``), Unix sockets or tests. It carries all requests.
+
+    Raises:
+        ValueError: an unknown ``engine`` or ``transport``, or an address that is none.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        engine: Literal["sglang"] = "sglang",
+        headers: Mapping[str, str] | None = None,
+        api_key: str | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  # immutable
+        limits: Limits = Limits(),  # noqa: B008  # immutable
+        experts: Experts | None = None,
+        transport: Literal["httpx"] | httpx.AsyncBaseTransport = "httpx",
+    ) -> None:
+        if engine not in ENGINES:
+            raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+        if transport != "httpx" and not isinstance(transport, httpx.AsyncBaseTransport):
+            raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
+        self._base = normalised(base_url)
+        self._engine = ENGINES[engine]()
+        self._headers = httpx.Headers({"Accept": "*/*", "User-Agent": f"streamfold/{__version__}"})
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers.update(headers)
+        self._timeouts = timeouts
+        self._limits = limits
+        self._experts = experts
+        self._transport = transport
+        self._session: _Session | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The address in its normal form, without a trailing slash."""
+        return self._base
+
+    @property
+    def running(self) -> list[Running]:
+        """The calls that have not ended, those that wait for a slot included, oldest first."""
+        calls = self._session.calls.values() if self._session else ()
+        return [Running(call.rid, call.token_count, call.age, call.rate) for call in calls]
+
+    def start(
+        self,
+        input_ids: TokenIds | None,
+        sampling_params: Mapping[str, Any],
+        *,
+        rid: str | None = None,
+        logprobs: bool = True,
+        top_p: bool = False,
+        experts_start: int = 0,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Start one call on the running event loop, at once or as soon as a slot is free, and return.
+
+        Args:
+            input_ids: the prompt: a list, tuple or integer array of token ids. None: it is in ``extra`` (text, images);
+                its length is then taken from the engine's word.
+            sampling_params: as the engine has them. Read now, never changed. A budget (``max_new_tokens``) of 0
+                gives an empty generation with finish reason ``"length"``, without a request.
+            rid: the request id. None: a new one of 32 hex digits. Engines match ids by prefix when they abort, so
+                ids of your own should be of one length.
+            logprobs: whether to ask for the log-probability of each sampled token.
+            top_p: whether to ask for the ids that sampling could choose from (top-p replay).
+            experts_start: the first position whose routed experts are asked for.
+            headers: further headers of this request.
+            extra: further keys of the request's JSON object.
+
+        Raises:
+            ValueError: something asked for makes no sense; the message says what.
+            TypeError: a value cannot be written as JSON.
+            RuntimeError: no event loop is running, the client is bound to another one, or it is being closed.
+        """
+        session = self._bound()
+        if rid is None:
+            rid = uuid.uuid4().hex
+        elif not rid:
+            raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
+        elif rid in session.calls:
+            raise ValueError(f"rid {rid!r} is in use by a call that runs: give each call its own, or none")
+        ids = None if input_ids is None else token_array(input_ids)
+        if not 0 <= experts_start <= (2**31 if ids is None else len(ids)):
+            raise ValueError(f"experts_start must be a position in the prompt, not {experts_start}")
+        budget = self._engine.budget(sampling_params)
+        payload = self._engine.payload(
+            ids,
+            sampling_params,
+            rid=rid,
+            logprobs=logprobs,
+            top_p=top_p,
+            experts=self._experts,
+            experts_start=experts_start,
+            extra=extra,
+        )
+        request = self._request(payload, headers)
+        call = Call(
+            rid,
+            Parser(
+                self._engine.dialect,
+                logprobs=logprobs,
+                experts=self._experts,
+                prompt_len=None if ids is None else len(ids),
+                experts_start=experts_start,
+                max_new_tokens=budget,
+                max_event_bytes=self._limits.max_event_bytes,
+            ),
+            transport=session.transport,
+            control=session.control,
+            slots=session.slots,
+            timeouts=self._timeouts,
+            drains=self._engine.asks_side_data(payload),
+            on_end=lambda call: session.calls.pop(call.rid),
+        )
+        if budget == 0:
+            none = np.empty(0)
+            call.answer(Generation(none, none if logprobs else None, finish_reason="length"))
+            return call
+        session.calls[rid] = call
+        pump = call.run(request)
+        session.pumps.add(pump)
+        pump.add_done_callback(session.pumps.discard)
+        return call
+
+    async def generate(
+        self,
+        input_ids: TokenIds | None,
+        sampling_params: Mapping[str, Any],
+        *,
+        rid: str | None = None,
+        logprobs: bool = True,
+        top_p: bool = False,
+        experts_start: int = 0,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Start a call as :meth:`start` does, and await it. Cancelling this aborts the call.
+
+        Raises:
+            StreamfoldError: the call failed; ``.partial`` holds what had been received.
+        """
+        return await self.start(
+            input_ids,
+            sampling_params,
+            rid=rid,
+            logprobs=logprobs,
+            top_p=top_p,
+            experts_start=experts_start,
+            headers=headers,
+            extra=extra,
+        )
+
+    async def abort_all(self) -> None:
+        """Abort every call that has not ended, as :meth:`Call.abort` does, and wait until all have.
+
+        Drains that are under way are left alone. Other clients of the same engine are not affected.
+        """
+        calls = list(self._bound().calls.values())
+        for call in calls:
+            if not call.aborting:
+                call.abort_soon()
+        await Call.wait(calls)
+
+    async def load(self) -> int:
+        """How many requests run or wait on the engine, or on all of the router's engines; anybody's, not only ours.
+
+        Raises:
+            EngineError: an engine could not be reached, or did not say.
+        """
+        return await self._bound().control.load()
+
+    async def aclose(self) -> None:
+        """Abort what runs, without draining, and close every connection. The client can be used again afterwards.
+
+        Ends when nothing is left: at the latest after the connect time-out, if an engine that takes no connection
+        is being waited for.
+        """
+        session = self._session
+        if session is None:
+            return
+        if session.loop.is_closed():  # it took everything along
+            self._session = None
+            return
+        self._check_loop(session)
+        if session.closing is None:
+            session.closing = session.loop.create_task(self._close(session))
+        await asyncio.shield(session.closing)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _request(self, payload: dict[str, Any], headers: Mapping[str, str] | None) -> httpx.Request:
+        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        return httpx.Request(
+            "POST",
+            self._base + self._engine.path,
+            headers=self._with(headers),
+            content=body,
+            extensions={"timeout": {"connect": self._timeouts.connect}},  # the other phases are Call's
+        )
+
+    def _with(self, headers: Mapping[str, str] | None) -> httpx.Headers:
+        merged = self._headers.copy()
+        merged.update(headers)
+        merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
+        return merged
+
+    def _bound(self) -> _Session:
+        """The session on the running loop, made on first use."""
+        session = self._session
+        if session is None:
+            session = self._session = self._open(asyncio.get_running_loop())
+        self._check_loop(session)
+        if session.closing is not None:
+            raise RuntimeError(
+                "the client is being closed; use it again after `await client.aclose()`, or make another"
+            )
+        return session
+
+    @staticmethod
+    def _check_loop(session: _Session) -> None:
+        if session.loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "this client is in use on another event loop: make one client per loop (and per process), or "
+                "`await client.aclose()` on the old loop first"
+            )
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> _Session:
+        if isinstance(self._transport, httpx.AsyncBaseTransport):
+            transport = beside = self._transport
+        else:
+            # No connection is used twice: httpx shows only fresh ones before the headers come.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            transport, beside = (httpx.AsyncHTTPTransport(verify=_tls(), limits=limits) for _ in range(2))
+        control = Control(self._base, self._engine, self._with(None), beside)
+        return _Session(loop, transport, control, Slots(self._limits.calls))
+
+    async def _close(self, session: _Session) -> None:
+        for call in list(session.calls.values()):
+            call.abort_soon(drain=0.0)
+        try:
+            while session.pumps:
+                await asyncio.wait(session.pumps)
+            await session.control.aclose()
+            await session.transport.aclose()
+        finally:
+            self._session = None

@@ -1,0 +1,161 @@
+"""How long to wait, how much at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Deadline", "Limits", "Slots", "Timeouts"]
+
+_LATE = 0.02  # a deadline looks again after so many seconds: a busy event loop is not a silent engine
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long each phase of a call may last, in seconds. There is no limit on the whole of a call.
+
+    Attributes:
+        connect: to open the connection, and again to agree on TLS. None: as long as the operating system allows.
+        first_token: from sending the request to the first token, headers included. It has to cover the engine's
+            queue and prefill. None: no limit.
+        next_token: from one token to the next. Comments and events that bring no token do not count. None: no limit.
+        drain: how long an abort goes on reading for side data, which comes only with the terminal event.
+
+    Raises:
+        ValueError: a value is negative, or not a number.
+    """
+
+    connect: float | None = 10.0
+    first_token: float | None = 600.0
+    next_token: float | None = 300.0
+    drain: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_seconds(field.name, getattr(self, field.name), optional=field.name != "drain")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one client does at once.
+
+    Attributes:
+        calls: how many calls run at the same time; the others wait their turn, first come, first served, and no
+            time-out runs for them. Each running call holds one socket: mind ``ulimit -n``.
+        max_event_bytes: the longest event of a stream, in bytes; a longer one is a ``DecodeError`` (``too_large``).
+
+    Raises:
+        ValueError: a limit is below 1.
+    """
+
+    calls: int = 4096
+    max_event_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1, not {getattr(self, field.name)!r}")
+
+
+class Deadline:
+    """One timer for a deadline that moves at each token: the timer itself moves only when it fires.
+
+    ``expired`` is called once a deadline has passed. Bound to the running event loop.
+    """
+
+    def __init__(self, expired: Callable[[], None]) -> None:
+        self._expired = expired
+        self._loop = asyncio.get_running_loop()
+        self._when = math.inf
+        self._late = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float | None) -> None:
+        """Expire in so many seconds from now; None: never."""
+        self._late = False
+        self._when = math.inf if seconds is None else self._loop.time() + seconds
+        if self._timer is None or self._when < self._timer.when():
+            self._start(self._when)
+        elif seconds is None:
+            self._start(math.inf)
+
+    def _start(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._fire) if when < math.inf else None
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._loop.time() < self._when:
+            self._start(self._when)
+        elif not self._late:
+            self._late = True
+            self._start(self._loop.time() + _LATE)
+        else:
+            self._expired()
+
+
+def check_seconds(name: str, value: float | None, *, optional: bool) -> None:
+    """Raise ValueError unless ``value`` is a length of time (or None, if it is ``optional``)."""
+    if value is None and optional:
+        return
+    if value is None or not 0 <= value < math.inf:
+        hint = ", or None for no limit" if optional else ""
+        raise ValueError(f"{name} must be a number of seconds, 0 or more{hint}; not {value!r}")
+
+
+class Slots:
+    """A fixed number of places, handed out first come, first served.
+
+    Unlike a semaphore's, its waiters need not be cancelled to be sent away: resolve the future with False.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._waiting: deque[asyncio.Future[bool]] = deque()
+
+    @property
+    def free(self) -> int:
+        """Places that nobody holds."""
+        return self._free
+
+    def request(self) -> asyncio.Future[bool]:
+        """Queue up. The future becomes True once a place is held, which must then be released."""
+        place = asyncio.get_running_loop().create_future()
+        if self._free:
+            self._free -= 1
+            place.set_result(True)
+        else:
+            self._waiting.append(place)
+        return place
+
+    def release(self) -> None:
+        """Give a place back: to the next in the queue, if there is one."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(True)
+                return
+        self._free += 1
+
+    def dismiss(self) -> None:
+        """Send everybody away who waits, with False."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(False)
+
+    async def wait(self, place: asyncio.Future[bool]) -> bool:
+        """Wait for a requested place; False if its future was resolved so. A cancelled wait holds no place."""
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.result():
+                self.release()  # it came in the same moment
+            raise

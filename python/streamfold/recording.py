@@ -1,0 +1,145 @@
+"""A stream saved as it came, and read again: what a bug report needs.
+
+``NAME.sse`` holds the body of the reply, byte for byte. ``NAME.json`` beside it tells what was asked, what HTTP said,
+and when each read came, so that the bytes can be fed again in the same pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import orjson
+
+from streamfold._core import Experts, Generation, Parser
+from streamfold.engines import ENGINES
+from streamfold.errors import DecodeError, StreamfoldError
+from streamfold.urls import base_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+__all__ = ["Recording", "record", "surroundings"]
+
+_WIDTH = 70  # bytes shown on each side of an error
+
+
+@dataclass
+class Recording:
+    """One reply.
+
+    Attributes:
+        body: its bytes, without HTTP's own framing.
+        request: the JSON object that was sent; empty if nobody knows.
+        status: the HTTP status; None if no reply came.
+        headers: those of the reply.
+        reads: for each read, the seconds since the request and the number of bytes.
+        end: how it ended: ``"eof"``, or what broke it off.
+    """
+
+    body: bytes
+    request: dict[str, Any] = field(default_factory=dict)
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    reads: list[tuple[float, int]] = field(default_factory=list)
+    end: str = "eof"
+
+    def save(self, path: Path) -> None:
+        """Write ``path``, and what is known of it beside it, with the suffix ``.json``."""
+        told = {key: value for key, value in asdict(self).items() if key != "body"}
+        path.write_bytes(self.body)
+        path.with_suffix(".json").write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """Read ``path`` and what stands beside it, if anything does.
+
+        Raises:
+            OSError: ``path`` cannot be read.
+            ValueError: what stands beside it is no JSON object.
+        """
+        beside = path.with_suffix(".json")
+        told = orjson.loads(beside.read_bytes()) if beside.exists() else {}
+        if not isinstance(told, dict):
+            raise ValueError(f"{beside} holds no JSON object")
+        known = {key: told[key] for key in ("request", "status", "headers", "end") if told.get(key) is not None}
+        reads = [(float(at), int(size)) for at, size in told.get("reads", [])]
+        return cls(path.read_bytes(), reads=reads, **known)
+
+    def parts(self) -> list[bytes]:
+        """The body in the pieces in which it came."""
+        parts, start = [], 0
+        for _, size in self.reads:
+            parts.append(self.body[start : start + size])
+            start += size
+        return [part for part in [*parts, self.body[start:]] if part]
+
+    def parser(
+        self, dialect: str = "sglang", *, logprobs: bool | None = None, experts: Experts | None = None
+    ) -> Parser:
+        """Make a parser that expects what was asked for. ``logprobs`` None: as the request said, or else no."""
+        input_ids = self.request.get("input_ids")
+        return Parser(
+            dialect,
+            logprobs=bool(self.request.get("return_logprob")) if logprobs is None else logprobs,
+            experts=experts,
+            prompt_len=len(input_ids) if isinstance(input_ids, list) else None,
+            experts_start=int(self.request.get("routed_experts_start_len", 0)),
+        )
+
+    def replay(self, parser: Parser) -> tuple[Generation, StreamfoldError | None]:
+        """Feed the body to ``parser`` as it came; what was good of it, and the error, if there is one."""
+        error = None
+        try:
+            for part in self.parts():
+                parser.feed(part)
+            parser.close()
+        except StreamfoldError as failure:
+            error = failure
+        return parser.take(), error
+
+
+async def record(
+    url: str,
+    request: Mapping[str, Any],
+    *,
+    engine: str = "sglang",
+    headers: Mapping[str, str] | None = None,
+    on_read: Callable[[int], object] = lambda _size: None,
+) -> Recording:
+    """POST ``request`` to the engine at ``url``, streamed, and save whatever comes back until it ends.
+
+    Nothing is parsed and nothing is limited: silence is recorded too, until the engine or the caller ends it.
+    """
+    asked = {**request, "stream": True}
+    recording = Recording(b"", request=asked)
+    body = bytearray()
+    started = time.monotonic()
+    timeout = httpx.Timeout(None, connect=10.0)
+    sent = {"Accept-Encoding": "identity", **(headers or {})}
+    try:
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=timeout) as client,
+            client.stream("POST", base_url(url) + ENGINES[engine].path, json=asked, headers=sent) as response,
+        ):
+            recording.status = response.status_code
+            recording.headers = dict(response.headers)
+            async for part in response.aiter_raw():
+                recording.reads.append((round(time.monotonic() - started, 6), len(part)))
+                body += part
+                on_read(len(part))
+    except httpx.TransportError as error:
+        recording.end = str(error) or type(error).__name__
+    recording.body = bytes(body)
+    return recording
+
+
+def surroundings(body: bytes, error: DecodeError) -> str:
+    """The bytes around an error, with a mark under the place."""
+    before = body[max(0, error.offset - _WIDTH) : error.offset].rpartition(b"\n")[2]
+    after = body[error.offset : error.offset + _WIDTH].partition(b"\n")[0]
+    left, right = (part.decode(errors="backslashreplace") for part in (before, after))
+    return f"{left}{right}\n{' ' * len(left)}^ byte {error.offset}"

@@ -1,0 +1,163 @@
+"""The command line, run as people run it: in a process of its own, against real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from streamfold import demo
+from streamfold.cli import app
+from streamfold.loopback import Loopback
+from streamfold.recording import Recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+DATA = Path(__file__).parent / "data"
+PAYLOAD = ROOT / "examples" / "payload.json"
+
+
+def streamfold(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``streamfold`` with a proxy in the environment that nobody listens at, as on many a cluster."""
+    environment = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "NO_COLOR": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-W", "error", "-m", "streamfold", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """``streamfold serve`` on a free port; its URL. Ended as Ctrl-C ends it, with 0."""
+    command = [sys.executable, "-m", "streamfold", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 0
+
+
+def test_help_teaches_every_command() -> None:
+    told = streamfold("--help")
+    assert told.returncode == 0
+    for command in ("demo", "serve", "record", "replay"):
+        assert command in told.stdout
+        assert streamfold(command, "--help").returncode == 0
+
+
+@pytest.mark.parametrize("mode", ["--cumulative", "--incremental"])
+def test_the_demo_loses_nothing_and_writes_what_it_got(mode: str, tmp_path: Path) -> None:
+    done = streamfold("demo", mode, "--out", tmp_path / "demo.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "32 of 32 samples equal the undisturbed generation" in done.stdout
+    assert re.search(r"aborted [1-9]\d*, resumed [1-9]\d*, lost = 0", done.stdout)
+    samples = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_bytes().splitlines()]
+    assert [sample["prompt"] for sample in samples] == demo.read_prompts()
+    assert all(sample["equal"] and len(sample["token_ids"]) == len(sample["logprobs"]) for sample in samples)
+    assert sum(sample["aborted"] for sample in samples) >= sum(sample["resumed"] for sample in samples) > 0
+
+
+def test_the_demo_takes_other_prompts_and_names_the_line_that_is_none(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n', encoding="utf-8")
+    done = streamfold("demo", "--prompts", prompts, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "2 of 2 samples" in done.stdout
+    prompts.write_text('{"prompt": "Hi"}\n{"text": "Ho"}\n', encoding="utf-8")
+    failed = streamfold("demo", "--prompts", prompts, cwd=tmp_path)
+    assert failed.returncode == 2
+    assert "line 2" in failed.stderr
+
+
+def test_a_demo_whose_samples_differ_says_so_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo.Outcome, "logprobs", property(lambda outcome: [0.0] * len(outcome.token_ids)))
+    done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo.jsonl")])
+    assert done.exit_code == 1
+    assert "0 of 32 samples equal" in done.output
+
+
+def test_serve_answers_until_it_is_interrupted() -> None:
+    with serving("--incremental", "--token-rate", "0") as url:
+        done = subprocess.run(
+            [sys.executable, ROOT / "examples" / "stream_and_resume.py", url],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert "kept " in done.stdout
+        assert "went on with" in done.stdout
+
+
+def test_record_saves_the_very_bytes_and_replay_reads_them(tmp_path: Path) -> None:
+    out = tmp_path / "stream.sse"
+    with Loopback(token_rate=200, seed=3) as engine:
+        done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", out)
+        assert done.returncode == 0, done.stderr
+        prompt = engine.tokenizer.encode(json.loads(PAYLOAD.read_bytes())["text"])
+        expected = engine.undisturbed(prompt, json.loads(PAYLOAD.read_bytes())["sampling_params"])
+    saved = Recording.load(out)
+    assert saved.status == 200
+    assert saved.end == "eof"
+    assert b"".join(saved.parts()) == saved.body
+    assert len(saved.reads) > 1
+    assert [at for at, _ in saved.reads] == sorted(at for at, _ in saved.reads)
+    generation, error = saved.replay(saved.parser())
+    assert error is None
+    assert generation.token_ids.tolist() == expected.token_ids
+    shown = streamfold("replay", out)
+    assert shown.returncode == 0
+    assert f"{len(expected.token_ids)}" in shown.stdout
+
+
+def test_replay_shows_the_bytes_around_an_error() -> None:
+    case = DATA / "cases" / "25-nan-literal.sse"
+    shown = streamfold("replay", case, "--logprobs")
+    assert shown.returncode == 1
+    assert "DecodeError" in shown.stderr
+    place, mark = shown.stderr.splitlines()[-2:]
+    body = case.read_bytes()
+    assert place[mark.index("^") :].startswith("NaN")
+    assert int(mark.split()[-1]) == body.index(b"NaN")
+
+
+def test_replay_tells_of_a_stream_that_was_cut() -> None:
+    shown = streamfold("replay", DATA / "cases" / "13-done-without-finish.sse", "--logprobs")
+    assert shown.returncode == 1
+    assert "StreamTruncated" in shown.stderr
+    assert "the stream was cut" in shown.stdout
+
+
+def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
+    done = streamfold("record", "--url", "http://127.0.0.1:9", "--payload", PAYLOAD, "--out", tmp_path / "none.sse")
+    assert done.returncode == 1
+    assert "HTTP None" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("replay", DATA / "cases" / "01-unicode-line-separators.sse", "--dialect", "sgl"), "dialect"),
+        (("replay", DATA / "cases" / "47-routed-experts-good.sse", "--experts", "2"), "LAYERS,TOP_K"),
+        (("record", "--url", "ftp://x", "--payload", PAYLOAD, "--out", "x.sse"), "http or https"),
+        (("record", "--url", "http://x", "--payload", __file__, "--out", "x.sse"), "no JSON"),
+        (("serve", "--port", "0", "--wire", "latest"), "version"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], word: str, tmp_path: Path) -> None:
+    done = streamfold(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

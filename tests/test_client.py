@@ -1,0 +1,340 @@
+"""The client over real HTTP: what leaves, what comes back, how many at once, and how it is opened and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from replay import (
+    DONE,
+    END,
+    HANG,
+    LAST_CHUNK,
+    PROMPT,
+    WHOLE,
+    Replay,
+    Request,
+    Step,
+    answer_json,
+    chunk,
+    dripped,
+    event,
+    events,
+    head,
+    stream,
+    until,
+)
+from streamfold import Client, DecodeError, EngineError, Limits, StreamTruncated, Timeouts
+from streamfold.limits import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BOTH_LOOPS = True
+
+
+# Results.
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+async def test_a_generation_holds_what_the_engine_sent_however_it_was_cut(size: int) -> None:
+    async with Replay(dripped(WHOLE, size)) as server, Client(server.url) as client:
+        generation = await client.generate(PROMPT, {"max_new_tokens": 8})
+    assert generation.token_ids.tolist() == [1, 2, 3]
+    assert generation.logprobs is not None
+    assert generation.logprobs.tolist() == [-0.125, -0.25, -0.375]
+    assert generation.text == "bcd"
+    assert generation.finish_reason == "stop"
+    assert generation.prompt_tokens == len(PROMPT)
+
+
+async def test_a_call_can_be_awaited_repeatedly_and_by_several_tasks() -> None:
+    async with Replay(WHOLE) as server, Client(server.url) as client:
+        call = client.start(PROMPT, {})
+        first, second = await asyncio.gather(call, call)
+        assert first is second is await call
+        assert len(server.generates) == 1
+
+
+async def test_a_failed_call_raises_the_same_error_each_time() -> None:
+    async with Replay(stream(*events(2, finish=None))) as server, Client(server.url) as client:
+        call = client.start(PROMPT, {})
+        errors = await asyncio.gather(call, call, return_exceptions=True)
+        with pytest.raises(StreamTruncated) as again:
+            await call
+        assert errors[0] is errors[1] is again.value
+        depth = len(again.traceback)
+        with pytest.raises(StreamTruncated) as last:
+            await call
+        assert len(last.traceback) == depth, "the traceback grows"
+
+
+async def test_a_failure_that_nobody_awaits_is_not_reported_as_never_retrieved() -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    async with Replay(stream(*events(2, finish=None))) as server, Client(server.url) as client:
+        call = client.start(PROMPT, {})
+        await until(call.ended.done)
+        del call
+        gc.collect()
+        await asyncio.sleep(0)
+    assert reported == []
+
+
+async def test_a_call_tells_what_it_is_doing() -> None:
+    more = asyncio.Event()
+    steps: list[Step] = [
+        head(),
+        chunk(event([1, 2], 2)),
+        more,
+        chunk(event([3], 3, "stop")),
+        chunk(DONE),
+        LAST_CHUNK,
+        END,
+    ]
+    async with Replay(steps) as server, Client(server.url) as client:
+        call = client.start(PROMPT, {})
+        assert call.token_count == 0
+        assert call.rate == 0
+        await until(lambda: call.token_count)
+        await asyncio.sleep(0.02)
+        (running,) = client.running
+        assert (running.rid, running.token_count) == (call.rid, 2)
+        assert running.age > 0.01
+        assert 0 < running.rate < 200
+        assert call.rid in repr(call)
+        more.set()
+        await call
+        assert client.running == []
+        assert call.token_count == 3
+        age, rate = call.age, call.rate
+        await asyncio.sleep(0.01)
+        assert (call.age, call.rate) == (age, rate), "they stand still after the end"
+
+
+async def test_an_abort_that_the_engine_decided_on_is_a_result() -> None:
+    steps = stream(event([1], 1), event([2], 2, {"type": "abort", "message": "scaled down"}), DONE)
+    async with Replay(steps) as server, Client(server.url) as client:
+        generation = await client.generate(PROMPT, {})
+        assert generation.finish_reason == "abort"
+        assert generation.token_ids.tolist() == [1, 2]
+        assert server.aborts == []
+
+
+# The end of a good stream.
+
+
+async def test_a_body_is_read_to_its_end_so_that_the_engine_never_sees_a_client_leave() -> None:
+    left_early: list[bool] = []
+
+    def late(request: Request) -> Iterator[Step]:
+        yield from (head(), *map(chunk, events(3)), chunk(DONE))
+        yield 0.1
+        left_early.append(request.peer_closed.is_set())
+        yield from (LAST_CHUNK, END)
+
+    async with Replay(late) as server, Client(server.url) as client:
+        generation = await client.generate(PROMPT, {})
+        assert generation.finish_reason == "stop"
+        assert left_early == [False]
+        assert server.aborts == []
+
+
+@pytest.mark.parametrize("last", [DONE, b""], ids=["after [DONE]", "after the terminal event"])
+async def test_a_body_that_does_not_end_is_waited_for_within_bounds(last: bytes) -> None:
+    steps: list[Step] = [head(), *map(chunk, events(3)), *([chunk(last)] if last else []), HANG]
+    async with Replay(steps) as server, Client(server.url) as client:
+        generation = await asyncio.wait_for(client.generate(PROMPT, {}), 10)
+        assert generation.token_ids.tolist() == [1, 2, 3]
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 10)
+        assert server.aborts == []
+
+
+async def test_a_body_that_goes_on_after_its_end_is_read_within_bounds() -> None:
+    written = 0
+
+    def endless(request: Request) -> Iterator[Step]:
+        nonlocal written
+        yield from (head(), *map(chunk, events(3)), chunk(DONE))
+        while True:
+            written += 1
+            yield chunk(b": more\n\n" * 1000)
+
+    async with Replay(endless) as server, Client(server.url) as client:
+        generation = await asyncio.wait_for(client.generate(PROMPT, {}), 10)
+        assert generation.finish_reason == "stop"
+        assert server.aborts == []
+    assert written < 1000, "8 MB and more: it is the time that ended it"
+
+
+# How many at once.
+
+
+async def test_no_more_calls_run_than_the_limit_and_waiting_for_a_slot_is_no_error() -> None:
+    # The last waits for its slot several times as long as the time-outs allow an engine to take.
+    limits, timeouts = Limits(calls=4), Timeouts(connect=0.5, first_token=0.2, next_token=0.2)
+    steps: list[Step] = [0.05, *WHOLE]
+    async with Replay(steps) as server, Client(server.url, limits=limits, timeouts=timeouts) as client:
+        calls = [client.start(PROMPT, {}) for _ in range(80)]
+        assert len(client.running) == 80
+        generations = await asyncio.gather(*calls)
+        assert {generation.finish_reason for generation in generations} == {"stop"}
+        assert server.most_open <= 4
+        order = [request.json["rid"] for request in server.generates]
+    places = {call.rid: place for place, call in enumerate(calls)}
+    drift = [abs(places[rid] - place) for place, rid in enumerate(order)]
+    assert max(drift) < 20, "first come, first served, give or take how long a connect takes"
+
+
+async def test_a_slot_that_comes_in_the_moment_of_a_cancel_is_not_lost() -> None:
+    slots = Slots(1)
+    assert await slots.wait(slots.request())
+    place = slots.request()
+    waiter = asyncio.ensure_future(slots.wait(place))
+    await asyncio.sleep(0)
+    slots.release()
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert slots.free == 1
+
+
+@pytest.mark.parametrize("field", ["calls", "max_event_bytes"])
+def test_a_limit_below_one_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        Limits(**{field: 0})
+
+
+async def test_an_event_beyond_the_limit_is_refused() -> None:
+    limits = Limits(max_event_bytes=1000)
+    steps = stream(event([1], 1), b"data: " + b" " * 2000, DONE)
+    async with Replay(steps) as server, Client(server.url, limits=limits) as client:
+        with pytest.raises(DecodeError) as refused:
+            await client.generate(PROMPT, {})
+    assert refused.value.kind == "too_large"
+    assert refused.value.partial is not None
+    assert refused.value.partial.token_ids.tolist() == [1]
+
+
+# Load.
+
+
+async def test_the_load_is_the_sum_over_all_workers_of_a_router() -> None:
+    busy = {"/v1/loads": answer_json({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_reqs": 4}]})}
+    async with Replay(routes=busy) as one, Replay(routes=busy) as two:
+        workers = answer_json({"workers": [{"url": one.url}, {"url": f"{two.url}/"}]})
+        async with Replay(routes={"/workers": workers}) as router, Client(router.url) as client:
+            assert await client.load() == 14
+            assert [len(server.at("/v1/loads")) for server in (one, two, router)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "reply", [answer_json({"detail": "no"}, 404), answer_json("busy"), [HANG], [head(200, "x", 9), HANG]]
+)
+async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
+    reply: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
+    async with Replay(routes={"/v1/loads": reply}) as server, Client(server.url) as client:
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(client.load(), 10)
+
+
+# Opening and closing.
+
+
+async def test_closing_aborts_what_runs_gives_it_to_who_waits_and_leaves_nothing() -> None:
+    before = asyncio.all_tasks()
+    async with Replay([head(), chunk(event([1], 1)), HANG]) as server:
+        async with Client(server.url, limits=Limits(calls=3)) as client:
+            calls = [client.start(PROMPT, {}) for _ in range(6)]
+            waiter = asyncio.gather(calls[0], calls[5])
+            await until(lambda: all(call.token_count for call in calls[:3]))
+        generations = [await call for call in calls]
+        assert [generation.token_ids.tolist() for generation in generations] == [[1]] * 3 + [[]] * 3
+        assert list(await waiter) == [generations[0], generations[5]]
+        assert sorted(server.aborts) == sorted(call.rid for call in calls[:3])
+        assert len(server.generates) == 3
+        await until(lambda: server.open == 0)
+    assert asyncio.all_tasks() == before
+
+
+async def test_closing_twice_or_unused_is_fine_and_a_closed_client_can_be_used_again() -> None:
+    async with Replay(WHOLE) as server:
+        client = Client(server.url)
+        await client.aclose()
+        await client.generate(PROMPT, {})
+        await asyncio.gather(client.aclose(), client.aclose())
+        await client.aclose()
+        assert (await client.generate(PROMPT, {})).finish_reason == "stop"
+        await client.aclose()
+
+
+async def test_nothing_can_be_started_while_the_client_closes() -> None:
+    async with Replay([HANG]) as server:
+        client = Client(server.url)
+        call = client.start(PROMPT, {})
+        await until(lambda: server.generates)
+        closing = asyncio.ensure_future(client.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="being closed"):
+            client.start(PROMPT, {})
+        await closing
+        assert len((await call).token_ids) == 0
+
+
+async def test_a_closing_that_is_cancelled_goes_on() -> None:
+    async with Replay([HANG]) as server:
+        client = Client(server.url)
+        call = client.start(PROMPT, {})
+        await until(lambda: server.generates)
+        closing = asyncio.ensure_future(client.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await client.aclose()
+        assert call.ended.done()
+        await until(lambda: server.open == 0)
+
+
+def test_a_client_belongs_to_one_loop_until_it_is_closed() -> None:
+    async def use(client: Client) -> None:
+        assert await client.generate([1], {"max_new_tokens": 0})
+
+    client = Client("http://127.0.0.1:9")
+    with asyncio_loop() as first, asyncio_loop() as second:
+        first.run_until_complete(use(client))
+        with pytest.raises(RuntimeError, match=r"another event loop.*aclose"):
+            second.run_until_complete(use(client))
+        with pytest.raises(RuntimeError, match=r"another event loop.*aclose"):
+            second.run_until_complete(client.aclose())
+        first.run_until_complete(client.aclose())
+        second.run_until_complete(use(client))
+        second.run_until_complete(client.aclose())
+        first.run_until_complete(use(client))
+    with asyncio_loop() as third:  # the loop is gone, and with it all that was open
+        third.run_until_complete(client.aclose())
+        third.run_until_complete(use(client))
+        third.run_until_complete(client.aclose())
+
+
+@contextlib.contextmanager
+def asyncio_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        yield loop
+
+
+def test_a_call_needs_a_running_loop() -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        Client("http://127.0.0.1:9").start([1], {})
+
+
+@pytest.mark.parametrize("more", [{"engine": "auto"}, {"engine": "vllm"}, {"transport": "direct"}, {"transport": None}])
+def test_an_unknown_engine_or_transport_is_refused_with_the_known_ones(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"sglang|httpx"):
+        Client("http://h", **more)

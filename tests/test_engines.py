@@ -1,0 +1,264 @@
+"""What is sent to an engine, and what is understood of its small replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamfold import EngineError, Experts
+from streamfold.engines import Sglang, error_message, token_array
+from streamfold.urls import base_url
+
+ENGINE = Sglang()
+
+
+def payload(sampling_params: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"rid": "r", "logprobs": True, "top_p": False, "experts": None, "experts_start": 0}
+    ids = np.array([1, 2, 3], np.int32)
+    return ENGINE.payload(more.pop("input_ids", ids), sampling_params or {}, **{"extra": None, **asked, **more})
+
+
+# The request.
+
+
+def test_a_plain_request_holds_just_what_was_asked_for() -> None:
+    asked = payload({"max_new_tokens": 5})
+    assert asked.pop("input_ids").tolist() == [1, 2, 3]
+    assert asked == {"rid": "r", "sampling_params": {"max_new_tokens": 5}, "stream": True, "return_logprob": True}
+
+
+def test_top_p_replay_is_asked_for_without_touching_the_callers_dict() -> None:
+    custom = {"mine": 1}
+    params = {"custom_params": custom}
+    asked = payload(params, top_p=True)
+    assert asked["sampling_params"]["custom_params"] == {"mine": 1, "return_top_p_token_ids": True}
+    assert params == {"custom_params": {"mine": 1}}
+    assert params["custom_params"] is custom
+    assert payload({"custom_params": None}, top_p=True)["sampling_params"]["custom_params"] == {
+        "return_top_p_token_ids": True
+    }
+
+
+@pytest.mark.parametrize(
+    ("experts", "start", "told"),
+    [
+        (None, 0, {}),
+        (Experts(2, 1), 0, {"return_routed_experts": True}),
+        (Experts(2, 1), 2, {"return_routed_experts": True, "routed_experts_start_len": 2}),
+        (Experts(2, 1, dtype="uint8"), 0, {"return_routed_experts": True, "routed_experts_dtype": "uint8"}),
+    ],
+)
+def test_routed_experts_are_asked_for_with_dtype_and_start_only_where_they_differ(
+    experts: Experts | None, start: int, told: dict[str, Any]
+) -> None:
+    asked = payload(experts=experts, experts_start=start)
+    assert {key: value for key, value in asked.items() if "experts" in key} == told
+
+
+def test_extras_are_added_and_never_replace_what_an_argument_sets() -> None:
+    assert payload(extra={"priority": 3})["priority"] == 3
+    assert payload(input_ids=None, extra={"input_ids": [5], "image_data": "x"})["input_ids"] == [5]
+    with pytest.raises(ValueError, match="rid, stream: use the argument"):
+        payload(extra={"stream": False, "rid": "mine", "priority": 3})
+
+
+def test_a_sampling_parameter_that_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        payload({"temperature": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("asked", "drains"),
+    [
+        ({}, False),
+        ({"top_p": True}, True),
+        ({"experts": Experts(2, 1)}, True),
+        ({"extra": {"return_routed_experts": True}}, True),
+        ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, True),
+        ({"sampling_params": {"custom_params": {"other": True}}}, False),
+        ({"sampling_params": {"custom_params": None}}, False),
+    ],
+)
+def test_side_data_counts_as_asked_for_whichever_way_it_was(asked: dict[str, Any], *, drains: bool) -> None:
+    assert ENGINE.asks_side_data(payload(**asked)) is drains
+
+
+@pytest.mark.parametrize(
+    ("params", "budget"),
+    [({}, None), ({"max_new_tokens": None}, None), ({"max_new_tokens": np.int64(7)}, 7), ({"max_new_tokens": 0}, 0)],
+)
+def test_the_budget_is_read_from_max_new_tokens(params: dict[str, Any], budget: int | None) -> None:
+    assert ENGINE.budget(params) == budget
+
+
+@pytest.mark.parametrize(
+    "params", [{"max_new_tokens": -1}, {"max_new_tokens": 1.5}, {"max_new_tokens": "8"}, {"n": 2}, {"n": 0}]
+)
+def test_a_budget_or_a_number_of_answers_that_makes_no_sense_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(params))):
+        ENGINE.budget(params)
+
+
+# Token ids.
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [0, 7, 2**31 - 1],
+        (0, 7, 2**31 - 1),
+        np.array([0, 7, 2**31 - 1], np.int64),
+        np.array([0, 7, 2**31 - 1], np.uint32),
+        np.array([0, 7, 2**31 - 1], ">i8"),
+        np.array([0, 1, 7, 1, 2**31 - 1, 1])[::2],
+    ],
+)
+def test_token_ids_may_come_as_any_row_of_integers(ids: Any) -> None:
+    array = token_array(ids)
+    assert array.tolist() == [0, 7, 2**31 - 1]
+    assert array.dtype == np.int32
+    assert array.flags.c_contiguous
+
+
+def test_an_empty_prompt_is_an_empty_array() -> None:
+    assert token_array([]).dtype == np.int32
+    assert token_array([]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "ids", [[-1], [2**31], [2**63], [2**70], [1.0], ["1"], [True], [[1, 2]], [None], np.array([[1]]), np.array([0.5])]
+)
+def test_what_is_no_row_of_token_ids_is_refused(ids: Any) -> None:
+    with pytest.raises(ValueError, match="input_ids"):
+        token_array(ids)
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    ("address", "normal"),
+    [
+        ("http://h:1/api/", "http://h:1/api"),
+        ("http://h:1/api", "http://h:1/api"),
+        ("http://h:1//", "http://h:1"),
+        ("http://h:1//a///b//", "http://h:1/a/b"),
+        (" HTTP://H:1/API \n", "http://h:1/API"),
+        ("https://h", "https://h"),
+        ("h:30000", "http://h:30000"),
+        ("10.0.0.1", "http://10.0.0.1"),
+        ("::1", "http://[::1]"),
+        ("[::1]", "http://[::1]"),
+        ("[::1]:30000", "http://[::1]:30000"),
+        ("http://::1:30000", "http://[::1]:30000"),
+        ("http://[::1]:30000/api", "http://[::1]:30000/api"),
+        ("fe80::1%eth0", "http://[fe80::1%eth0]"),
+        ("fe80::1%eth0:30000", "http://[fe80::1%eth0]:30000"),
+        ("http://[fe80::1%25eth0]:30000", "http://[fe80::1%eth0]:30000"),
+        ("::ffff:127.0.0.1", "http://[::ffff:127.0.0.1]"),
+        ("::ffff:127.0.0.1:30000", "http://[::ffff:127.0.0.1]:30000"),
+    ],
+)
+def test_an_address_has_one_normal_form_however_it_is_written(address: str, normal: str) -> None:
+    assert base_url(address) == normal
+    assert base_url(normal) == normal
+
+
+@pytest.mark.parametrize(
+    ("address", "hint"),
+    [
+        ("http://h/?worker=1", "query string"),
+        ("http://h/#top", "fragment"),
+        ("ftp://h", "http or https"),
+        ("", "no host"),
+        ("http://", "no host"),
+        ("/generate", "no host"),
+        ("a b", "blank"),
+        ("http://h:port", "port"),
+        ("http://h:65536", "port"),
+        ("::1:8000", r"write http://\[::1:8000\] or http://\[::1\]:8000"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_with_a_hint(address: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        base_url(address)
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="api_key") as refused:
+        base_url("http://me:hunter2@h")
+    assert "hunter2" not in str(refused.value)
+
+
+# Replies.
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"object":"error","message":"no such","type":"Bad Request","param":null,"code":400}', "no such"),
+        (b'{"error":"unknown field `x`"}', "unknown field `x`"),
+        (b'{"error":{"message":"too long"}}', "too long"),
+        (b'{"error":{"message":"validation failed","code":400}}', "validation failed"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b'{"detail":[{"loc":["body","rid"],"msg":"Field required"}]}', "Field required (['body', 'rid'])"),
+        (b'"plain"', "plain"),
+        (b"upstream connect error\n", "upstream connect error"),
+        (b"<html>\n  <h1>502</h1>\n</html>", "<html> <h1>502</h1> </html>"),
+        (b'{"code":1}', '{"code":1}'),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+        (b"", "an empty reply"),
+    ],
+)
+def test_the_servers_words_are_found_in_every_shape_of_an_error_body(body: bytes, message: str) -> None:
+    assert error_message(body) == message
+
+
+def test_a_long_error_page_is_cut_short() -> None:
+    assert len(error_message(b"<html>" * 1000)) == 200
+    assert len(error_message(b'{"error":"%b"}' % (b"x" * 10_000))) == 2000
+
+
+@pytest.mark.parametrize(
+    ("reply", "load"),
+    [
+        ({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 3}]}, 5),
+        ({"loads": [{"num_reqs": 4}, {"num_reqs": 1}]}, 5),
+        ({"loads": [{"num_total_reqs": 5, "num_reqs": 9, "num_running_reqs": 9, "num_waiting_reqs": 9}]}, 5),
+        ([{"num_reqs": 5, "num_waiting_reqs": 2}], 5),
+        ({"num_reqs": 5}, 5),
+        ({"loads": []}, 0),
+    ],
+)
+def test_the_load_is_what_runs_and_waits_in_every_shape_of_the_reply(reply: Any, load: int) -> None:
+    assert ENGINE.read_load(reply) == load
+
+
+@pytest.mark.parametrize(
+    "reply", [{}, {"loads": {}}, {"loads": [{"dp_rank": 0}]}, [1], "busy", None, {"num_reqs": "5"}]
+)
+def test_a_load_of_unknown_shape_is_an_error_and_not_idle(reply: Any) -> None:
+    with pytest.raises(EngineError, match="unknown shape"):
+        ENGINE.read_load(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "workers"),
+    [
+        (
+            {"workers": [{"id": "a", "url": "http://h:1"}, {"url": "http://h:2"}], "total": 2},
+            ["http://h:1", "http://h:2"],
+        ),
+        ({"workers": [{"url": "http://h:1@0"}, {"url": "http://h:1@1"}]}, ["http://h:1"]),
+        ({"workers": []}, []),
+        ({"workers": [{"id": "a"}, {"url": ""}, {"url": None}, "http://h:3"]}, []),
+        ({"workers": 2}, []),
+        ({"detail": "Not Found"}, []),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_workers_are_read_from_a_routers_reply_and_from_nothing_else(reply: Any, workers: list[str]) -> None:
+    assert ENGINE.read_workers(reply) == workers
