@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import socket
 import ssl
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,7 @@ class Trickle(httpx.AsyncByteStream):
     def __init__(self, *, ends: bool) -> None:
         self.ends = ends
         self.closed = False
+        self.cancels_left = 0
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for payload in events(3 if self.ends else 2, finish="stop" if self.ends else None):
@@ -151,6 +153,8 @@ class Trickle(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         self.closed = True
+        if sys.version_info >= (3, 11) and (task := asyncio.current_task()):
+            self.cancels_left = task.cancelling()
 
 
 class Blind(httpx.AsyncBaseTransport):
@@ -206,6 +210,7 @@ async def test_a_call_on_a_transport_that_shows_no_stream_is_ended_all_the_same(
         assert "/abort_request" in transport.paths
         if answers:
             assert transport.body.closed
+            assert transport.body.cancels_left == 0, "it would spoil an asyncio.timeout() in the transport"
     assert asyncio.all_tasks() == before
 
 
