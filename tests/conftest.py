@@ -43,10 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run the asynchronous tests of a module that says ``BOTH_LOOPS = True`` on asyncio and on uvloop."""
     module = item.getparent(pytest.Module)
-    return LOOPS if module is not None and getattr(module.obj, "BOTH_LOOPS", False) else None
+    both = module is not None and getattr(module.obj, "BOTH_LOOPS", False)
+    return LOOPS if both else {"asyncio": LOOPS["asyncio"]}
 
 
 @pytest.fixture

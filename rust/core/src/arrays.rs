@@ -87,7 +87,7 @@ pub(crate) fn base64_array<T: Pod>(
         STANDARD.decoded_length(&encoded).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
     let size = size_of::<T>();
     if let Some((count, why)) = expected
-        && bytes != count * size
+        && count.checked_mul(size) != Some(bytes)
     {
         return Err(damaged(
             at,

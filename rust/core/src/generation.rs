@@ -1,5 +1,8 @@
 //! What one call produced, and the buffers it grows in.
 
+use std::borrow::Cow;
+use std::collections::HashMap;
+
 use crate::json::Span;
 use crate::text::unescape;
 
@@ -53,6 +56,14 @@ pub struct TopP {
     pub ids: Vec<i32>,
     /// Tokens + 1 of them.
     pub offsets: Vec<i32>,
+}
+
+impl TopP {
+    /// The ids of one token.
+    pub(crate) fn of(&self, token: usize) -> &[i32] {
+        let end = |index: usize| usize::try_from(self.offsets[index]).unwrap_or_default();
+        &self.ids[end(token)..end(token + 1)]
+    }
 }
 
 /// Which weights produced the tokens `start..end`.
@@ -247,7 +258,15 @@ pub(crate) struct Member {
 /// The latest value of each such key, in the order of their first coming.
 #[derive(Default)]
 pub(crate) struct Meta {
-    entries: Vec<(Box<[u8]>, Vec<u8>)>,
+    entries: Vec<Entry>,
+    /// Where a key stands among them, by its name.
+    places: HashMap<Box<[u8]>, usize>,
+}
+
+struct Entry {
+    /// As it was spelled when it came first.
+    key: Box<[u8]>,
+    value: Vec<u8>,
 }
 
 impl Meta {
@@ -256,31 +275,42 @@ impl Meta {
         for member in members {
             let key = member.key.of(data);
             // Engines write the same keys in the same order.
-            let is_key = |(known, _): &(Box<[u8]>, Vec<u8>)| **known == *key;
-            let behind = self.entries[next.min(self.entries.len())..].iter().position(is_key);
-            let place = behind.map(|index| next + index).or_else(|| self.entries.iter().position(is_key));
-            next = place.map_or(self.entries.len(), |place| place) + 1;
-            let value = member.value.of(data);
-            if let Some(place) = place {
-                let latest = &mut self.entries[place].1;
-                latest.clear();
-                latest.extend_from_slice(value);
-            } else {
-                self.entries.push((key.into(), value.to_vec()));
-            }
+            let is_next = self.entries.get(next).is_some_and(|entry| *entry.key == *key);
+            let place = if is_next { next } else { self.place(key) };
+            next = place + 1;
+            let latest = &mut self.entries[place].value;
+            latest.clear();
+            latest.extend_from_slice(member.value.of(data));
         }
+    }
+
+    /// Where a key stands; a new one at the end.
+    fn place(&mut self, key: &[u8]) -> usize {
+        let name = if key.contains(&b'\\') {
+            let mut name = String::new();
+            unescape(key, &mut name);
+            Cow::Owned(name.into_bytes())
+        } else {
+            Cow::Borrowed(key)
+        };
+        if let Some(&place) = self.places.get(&*name) {
+            return place;
+        }
+        self.entries.push(Entry { key: key.into(), value: Vec::new() });
+        self.places.insert(name.into(), self.entries.len() - 1);
+        self.entries.len() - 1
     }
 
     pub(crate) fn take(&mut self) -> Vec<(String, String)> {
         let owned = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap_or_default();
-        std::mem::take(&mut self.entries)
-            .into_iter()
-            .map(|(key, value)| (owned(key.into_vec()), owned(value)))
-            .collect()
+        let entries = std::mem::take(&mut self.entries).into_iter();
+        entries.map(|entry| (owned(entry.key.into_vec()), owned(entry.value))).collect()
     }
 
     pub(crate) fn held(&self) -> usize {
-        self.entries.iter().map(|(key, value)| key.len() + value.capacity()).sum()
+        let entries = self.entries.capacity() * size_of::<Entry>();
+        let places = self.places.capacity() * size_of::<(Box<[u8]>, usize)>();
+        entries + places + self.entries.iter().map(|entry| 2 * entry.key.len() + entry.value.capacity()).sum::<usize>()
     }
 }
 

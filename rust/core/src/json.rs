@@ -123,8 +123,7 @@ impl<'a> Cursor<'a> {
             Some(b'n') => Peek::Null,
             Some(b't') => Peek::True,
             Some(b'f') => Peek::False,
-            Some(b'N' | b'I') => return self.fail("NaN and Infinity are not JSON"),
-            Some(_) => return self.fail("a value was expected"),
+            Some(_) => return self.fail("a value was expected; NaN and Infinity are none"),
             None => return self.fail("the event ends where a value was expected"),
         })
     }

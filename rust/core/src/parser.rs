@@ -130,6 +130,7 @@ pub struct Parser {
     framer: Framer,
     folder: Folder,
     error: Option<Error>,
+    is_closed: bool,
     /// What the counters said when the generation was taken.
     taken: Option<(usize, bool)>,
 }
@@ -155,7 +156,7 @@ impl Parser {
         // A failure here comes back with the first tokens, where it can be told.
         growing.generation.reserve(options.max_new_tokens.unwrap_or(0).min(FIRST_RESERVE));
         let folder = Folder { options, dialect: Sglang::new(mode, &options), growing, is_done: false };
-        Self { framer: Framer::new(options.max_event_bytes), folder, error: None, taken: None }
+        Self { framer: Framer::new(options.max_event_bytes), folder, error: None, is_closed: false, taken: None }
     }
 
     /// Read the next bytes, cut anywhere; the number of tokens that became available.
@@ -174,7 +175,7 @@ impl Parser {
         Ok(self.token_count() - before)
     }
 
-    /// Tell that the body has ended. An event that is pending is read if it is whole.
+    /// Tell that the body has ended; nothing is fed afterwards. An event that is pending is read if it is whole, once.
     ///
     /// # Errors
     ///
@@ -193,6 +194,9 @@ impl Parser {
     }
 
     fn finish(&mut self) -> Result<(), Error> {
+        if std::mem::replace(&mut self.is_closed, true) {
+            return Ok(());
+        }
         let Some(event) = self.framer.finish()? else { return Ok(()) };
         match self.folder.event(&event) {
             // Cut in the middle: nothing was taken from it.

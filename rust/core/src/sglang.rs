@@ -61,7 +61,7 @@ impl From<EngineFault> for Refusal {
 /// The state of one stream.
 pub(crate) struct Sglang {
     mode: Mode,
-    id: Option<Vec<u8>>,
+    id: Option<String>,
     version: Version,
     staged: Staged,
 }
@@ -189,7 +189,7 @@ impl Sglang {
         generation.prompt_tokens = fields.prompt_tokens.get().or(generation.prompt_tokens);
         generation.cached_tokens = fields.cached_tokens.get().or(generation.cached_tokens);
         if let (None, Some(id)) = (&self.id, fields.id.get()) {
-            self.id = Some(id.span.of(data).to_vec());
+            self.id = Some(decode(data, id));
         }
         growing.outer_meta.update(data, &self.staged.top_members);
         growing.meta.update(data, &self.staged.meta_members);

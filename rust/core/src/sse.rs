@@ -14,6 +14,9 @@ const BOM_PAST: usize = BOM.len();
 /// Enough of a line to see that it is neither `event: error` nor `data: [DONE]`.
 const STUB: usize = 16;
 
+/// What each further data line of an event takes beside its bytes: its entry in [`Origin::Lines`].
+const LINE_BYTES: usize = size_of::<(usize, u64)>();
+
 /// One event, as far as it matters here.
 pub(crate) struct Event<'a> {
     /// The values of its `data:` lines, joined with LF.
@@ -276,7 +279,8 @@ impl Framer {
         }
         self.lines.push((self.data.len() - self.data_start, offset));
         let value = if self.muted { &value[..value.len().min(STUB)] } else { value };
-        self.check_size(self.data.len() - self.data_start + value.len(), self.lines[0].1)?;
+        let places = LINE_BYTES * (self.lines.len() - 1);
+        self.check_size(self.data.len() - self.data_start + value.len() + places, self.lines[0].1)?;
         reserve(&mut self.data, value.len(), offset)?;
         self.data.extend_from_slice(value);
         Ok(())
@@ -300,9 +304,10 @@ impl Framer {
         }
         reserve(&mut self.line, part.len(), self.line_offset)?;
         self.line.extend_from_slice(part);
-        if let Some(Field::Data(skip)) = field(&self.line) {
+        // A line of "data" alone may still become one of "database".
+        if let Some(Field::Data(skip @ 5..)) = field(&self.line) {
             let (joined, first) = match self.lines.first() {
-                Some(&(_, first)) => (self.data.len() - self.data_start + 1, first),
+                Some(&(_, first)) => (self.data.len() - self.data_start + 1 + LINE_BYTES * self.lines.len(), first),
                 None => (0, self.line_offset + skip as u64),
             };
             self.check_size(joined + self.line.len() - skip, first)?;

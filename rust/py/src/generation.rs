@@ -88,9 +88,7 @@ impl Generation {
         {
             return Err(PyValueError::new_err(format!("matched must be a token id or a string, not {matched}")));
         }
-        if let Some(experts) = routed_experts.as_ref().map(|experts| experts.bind(py)) {
-            check_experts(experts)?;
-        }
+        let routed_experts = routed_experts.map(|experts| checked_experts(experts.bind(py))).transpose()?;
         let given = PyOnceLock::new();
         if let Some(meta) = meta {
             let _ = given.set(py, meta);
@@ -242,30 +240,37 @@ impl Generation {
     }
 }
 
-/// The array itself if it is one of int32, else a new one of values that int32 can hold.
+/// A new array of int32, of values that are token ids or offsets.
 fn int32_array<'py>(name: &str, values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    if let Ok(array) = values.cast::<PyArray1<i32>>()
-        && array.is_c_contiguous()
-    {
-        return Ok(array.clone());
+    if let Ok(array) = values.cast::<PyArray1<i32>>() {
+        let array = owned(array)?;
+        return match array.readonly().as_slice()?.iter().find(|&&value| value < 0) {
+            None => Ok(array),
+            Some(_) => Err(beyond_int32(name)),
+        };
     }
     let py = values.py();
     let values: Vec<i64> = values.extract()?;
     let narrowed = values.into_iter().map(|value| i32::try_from(value).ok().filter(|&value| value >= 0));
-    let Some(narrowed) = narrowed.collect::<Option<Vec<i32>>>() else {
-        return Err(PyValueError::new_err(format!("{name} must lie in 0 … 2147483647")));
-    };
-    Ok(narrowed.into_pyarray(py))
+    Ok(narrowed.collect::<Option<Vec<_>>>().ok_or_else(|| beyond_int32(name))?.into_pyarray(py))
+}
+
+fn beyond_int32(name: &str) -> PyErr {
+    PyValueError::new_err(format!("{name} must lie in 0 … 2147483647"))
 }
 
 fn float64_array<'py>(values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
-    if let Ok(array) = values.cast::<PyArray1<f64>>()
-        && array.is_c_contiguous()
-    {
-        return Ok(array.clone());
+    if let Ok(array) = values.cast::<PyArray1<f64>>() {
+        return owned(array);
     }
     let py = values.py();
     Ok(values.extract::<Vec<f64>>()?.into_pyarray(py))
+}
+
+/// A copy that nobody else has, writable, aligned, in C order, whatever the array was: a view, or read-only memory
+/// out of a pickle.
+fn owned<'py, T: numpy::Element>(array: &Bound<'py, PyArray1<T>>) -> PyResult<Bound<'py, PyArray1<T>>> {
+    Ok(array.call_method1("copy", ("C",))?.cast_into()?)
 }
 
 /// Spans follow each other, may leave gaps, and lie within the tokens.
@@ -283,10 +288,10 @@ fn check_spans(spans: &[(String, usize, usize)], count: usize) -> PyResult<()> {
     Ok(())
 }
 
-fn check_experts(experts: &Bound<'_, PyAny>) -> PyResult<()> {
+fn checked_experts(experts: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     let dtype = experts.cast::<PyUntypedArray>().map(|array| array.dtype().to_string()).unwrap_or_default();
     if streamfold_core::Dtype::from_name(&dtype).is_some() {
-        return Ok(());
+        return Ok(experts.call_method1("copy", ("C",))?.unbind());
     }
     Err(PyValueError::new_err("routed_experts must be a numpy array of int32, uint8 or uint16"))
 }

@@ -14,6 +14,7 @@ use crate::generation::Generation;
 pub(crate) struct Parser {
     inner: streamfold_core::Parser,
     experts: Option<streamfold_core::Experts>,
+    is_closed: bool,
     is_taken: bool,
     /// The core panicked: it is not touched again, but for what it holds.
     is_broken: bool,
@@ -58,12 +59,17 @@ impl Parser {
             max_event_bytes: natural("max_event_bytes", max_event_bytes)?,
         };
         let inner = streamfold_core::Parser::new(dialect, options);
-        Ok(Self { inner, experts, is_taken: false, is_broken: false })
+        Ok(Self { inner, experts, is_closed: false, is_taken: false, is_broken: false })
     }
 
     #[pyo3(signature = (data, /))]
     fn feed(&mut self, data: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.check_not_taken()?;
+        if self.is_closed {
+            // After an error, the error comes again.
+            self.run(data.py(), |parser| parser.close(true))?;
+            return Err(PyValueError::new_err("the parser has been closed: its stream has ended"));
+        }
         if let Ok(bytes) = data.cast::<PyBytes>() {
             return self.run(data.py(), |parser| parser.feed(bytes.as_bytes()));
         }
@@ -79,6 +85,7 @@ impl Parser {
     #[pyo3(signature = (aborted=false))]
     fn close(&mut self, py: Python<'_>, aborted: bool) -> PyResult<()> {
         self.check_not_taken()?;
+        self.is_closed = true;
         self.run(py, |parser| parser.close(aborted))
     }
 

@@ -2,12 +2,12 @@
 
 use crate::arrays::NO_TOKEN;
 use crate::error::{ErrorKind, Flaw};
-use crate::generation::Generation;
+use crate::generation::{FinishReason, Generation};
 use crate::parser::{Clamped, Options};
 use crate::sglang::counts::{Shape, Step};
 use crate::sglang::fields::{Fields, Finish};
 use crate::sglang::staged::{Elements, List, Staged, element_at, pair_at};
-use crate::sglang::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
+use crate::sglang::{COMPLETION, FINISH, IDS, LENGTH, PAIRS, decode};
 
 /// What engines write for minus infinity: the smallest float32, and vLLM's own.
 const CLAMPED: [f64; 2] = [-3.402_823_466_385_288_6e38, -9999.0];
@@ -32,7 +32,7 @@ pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {
             format!("{FINISH}.type"),
             "\"stop\", \"length\" or \"abort\" was expected",
         )),
-        Some(Finish { status, .. }) if status.is_wrong() => {
+        Some(Finish { reason: Some(FinishReason::Abort), status, .. }) if status.is_wrong() => {
             Err(Flaw::new(ErrorKind::Schema, status.at(), format!("{FINISH}.status_code"), "an integer was expected"))
         }
         found => Ok(found),
@@ -40,7 +40,7 @@ pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {
 }
 
 /// One stream is one request: `index` and `id`.
-pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&[u8]>) -> Result<(), Flaw> {
+pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Result<(), Flaw> {
     if fields.index.is_wrong() || fields.index.get().is_some_and(|index| index != 0) {
         let message =
             "this stream holds several requests; ask for n = 1 and one prompt, and read each stream by itself";
@@ -51,10 +51,9 @@ pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&[u8]>) -> Re
     if id.is_wrong() {
         return Err(Flaw::new(ErrorKind::Schema, id.at(), path, "a string was expected"));
     }
-    if let (Some(now), Some(before)) = (id.get(), known)
-        && now.span.of(data) != before
+    if let (Some(now), Some(before)) = (id.get().map(|id| decode(data, id)), known)
+        && now != before
     {
-        let [before, now] = [before, now.span.of(data)].map(String::from_utf8_lossy);
         let message = format!("it was {before:?} and is {now:?}: the events of two requests are mixed");
         return Err(Flaw::new(ErrorKind::Schema, id.at(), path, message));
     }

@@ -10,7 +10,7 @@ use crate::sglang::side::label;
 /// Whether an event is an error instead of a part of the generation.
 pub(super) fn is_error_object(data: &[u8], fields: &Fields) -> bool {
     let is_event = !matches!(fields.meta_info.value, Value::Absent);
-    let says_error = fields.object.get().is_some_and(|object| object.span.of(data) == b"error");
+    let says_error = fields.object.get().is_some_and(|object| decode(data, object) == "error");
     error(data, fields).is_some() || (!is_event && (fields.detail.get().is_some() || says_error))
 }
 
@@ -22,8 +22,7 @@ fn error(data: &[u8], fields: &Fields) -> Option<Span> {
 /// A finish reason that is a failure of the engine.
 pub(super) fn finish_fault(data: &[u8], finish: &Finish) -> Option<EngineFault> {
     if let Some(RawMatched::Text(raw)) = finish.matched
-        && finish.reason == Some(FinishReason::Stop)
-        && raw.span.of(data) == b"NaN happened"
+        && decode(data, raw) == "NaN happened"
     {
         let message = "the engine sampled from NaN and put a stop token in place of the result".to_owned();
         return Some(EngineFault { message, status: None });
@@ -38,7 +37,10 @@ pub(super) fn finish_fault(data: &[u8], finish: &Finish) -> Option<EngineFault> 
 pub(super) fn error_object(data: &[u8], fields: &Fields) -> EngineFault {
     let outer = (fields.message.get(), fields.code.get());
     let (message, code) = match (error(data, fields), fields.detail.get()) {
-        (Some(error), _) if data[error.start()] == b'{' => members(data, error),
+        (Some(error), _) if data[error.start()] == b'{' => {
+            let (message, code) = members(data, error);
+            (message, code.or(outer.1))
+        }
         (Some(error), _) => (Some(error), outer.1),
         (None, Some(detail)) => (Some(detail), outer.1),
         (None, None) => outer,

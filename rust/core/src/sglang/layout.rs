@@ -91,14 +91,19 @@ impl Key {
 /// A longer value is not kept to be compared.
 const MAX_KEPT: usize = 64;
 
+/// An event of more keys is read plainly, so that looking for twins stays cheap.
+const MAX_PLACES: usize = 128;
+
 /// One key of the last event.
 struct Place {
     level: Level,
     key: Key,
     /// As in `,"text":`, with the brace or comma before it.
     raw: Vec<u8>,
-    /// The name in `raw`.
+    /// The name in `raw`, as it is spelled there.
     name: Range<usize>,
+    /// The name itself.
+    plain: Box<[u8]>,
     /// The last value, if it may be passed over when it comes again; else empty.
     value: Vec<u8>,
     /// The key stands twice in an object: then which one is the last must not be forgotten.
@@ -110,6 +115,10 @@ struct Place {
 pub(super) struct Layout {
     places: Vec<Place>,
     next: usize,
+    /// An event had too many keys.
+    is_off: bool,
+    /// The key that has just been taken, if it has no place.
+    name: Option<Span>,
 }
 
 impl Layout {
@@ -141,6 +150,9 @@ impl Layout {
     /// The name of the key that has just been taken; the value's first byte is at `from`.
     #[inline]
     pub(super) fn name(&self, from: usize) -> Span {
+        if let Some(name) = self.name {
+            return name;
+        }
         let place = &self.places[self.next - 1];
         let start = from - place.raw.len();
         Span::new(start + place.name.start, start + place.name.end)
@@ -149,6 +161,9 @@ impl Layout {
     /// Take the value of the last key, if it is the same as in the last event.
     #[inline]
     pub(super) fn next_same_value(&self, cursor: &mut Cursor<'_>, data: &[u8]) -> bool {
+        if self.name.is_some() {
+            return false;
+        }
         let value = &self.places[self.next - 1].value;
         let end = cursor.at + value.len();
         let is_same =
@@ -159,14 +174,19 @@ impl Layout {
         is_same
     }
 
-    /// Keep the value of the key at `index` for the next event.
+    /// Keep the value of the key at `index` for the next event; an empty one forgets the last.
     #[inline]
     pub(super) fn keep_value(&mut self, index: usize, value: &[u8]) {
-        let place = &mut self.places[index];
+        let Some(place) = self.places.get_mut(index).filter(|_| self.name.is_none()) else { return };
         place.value.clear();
         if value.len() <= MAX_KEPT && !place.is_twin {
             place.value.extend_from_slice(value);
         }
+    }
+
+    /// Whether the key that has just been taken is known to stand twice.
+    pub(super) fn is_twin(&self) -> bool {
+        self.places.get(self.last()).is_some_and(|place| place.is_twin)
     }
 
     /// What the last event said does not count: keep no value of it.
@@ -176,7 +196,7 @@ impl Layout {
 
     /// The index of the key that has just been taken.
     pub(super) fn last(&self) -> usize {
-        self.next - 1
+        self.next.wrapping_sub(1)
     }
 
     #[cold]
@@ -193,11 +213,18 @@ impl Layout {
             Cow::Borrowed(name.span.of(data))
         };
         let key = Key::of(level, &plain);
+        if self.is_off || self.next == MAX_PLACES {
+            self.is_off = true;
+            self.places.clear();
+            self.name = Some(name.span);
+            return Ok(key);
+        }
         let place = Place {
             level,
             key,
             raw: data[start..cursor.at].to_vec(),
             name: name.span.start() - start..name.span.end() - start,
+            plain: plain.into(),
             value: Vec::new(),
             is_twin: false,
         };
@@ -206,9 +233,8 @@ impl Layout {
     }
 
     fn put(&mut self, mut place: Place) {
-        let name = &place.raw[place.name.clone()];
         for (index, other) in self.places.iter_mut().enumerate() {
-            if index != self.next && other.level == place.level && other.raw[other.name.clone()] == *name {
+            if index != self.next && other.level == place.level && other.plain == place.plain {
                 other.is_twin = true;
                 other.value.clear();
                 place.is_twin = true;
@@ -222,7 +248,7 @@ impl Layout {
     }
 
     pub(super) fn held(&self) -> usize {
-        let kept = |place: &Place| place.raw.capacity() + place.value.capacity();
+        let kept = |place: &Place| place.raw.capacity() + place.value.capacity() + place.plain.len();
         self.places.capacity() * size_of::<Place>() + self.places.iter().map(kept).sum::<usize>()
     }
 }

@@ -24,10 +24,14 @@ pub(super) fn read(
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
-/// What `meta` is to hold of a member: nothing of an array.
+/// Note what `meta` is to hold of a member: nothing of an array, nor of what stood under its key before.
 #[inline]
-fn member(data: &[u8], key: Span, value: Span) -> Option<Member> {
-    (data[value.start()] != b'[').then_some(Member { key, value })
+fn push_member(data: &[u8], members: &mut Vec<Member>, member: Member, is_twin: bool) {
+    if data[member.value.start()] != b'[' {
+        members.push(member);
+    } else if is_twin {
+        members.retain(|other| other.key.of(data) != member.key.of(data));
+    }
 }
 
 struct Reader<'a> {
@@ -63,7 +67,7 @@ impl<'a> Reader<'a> {
                 Key::OutputIds => self.fields.output_ids = self.output_ids()?,
                 Key::MetaInfo => self.meta_info()?,
                 other => {
-                    let name = self.staged.layout.name(from);
+                    let (name, is_twin) = (self.staged.layout.name(from), self.staged.layout.is_twin());
                     match other {
                         Key::Index => self.fields.index = self.count(1)?,
                         Key::Error => self.fields.error = self.any(1)?,
@@ -76,7 +80,7 @@ impl<'a> Reader<'a> {
                         }
                     }
                     let value = self.value_since(from);
-                    self.staged.top_members.extend(member(self.data, name, value));
+                    push_member(self.data, &mut self.staged.top_members, Member { key: name, value }, is_twin);
                 }
             }
         }
@@ -117,7 +121,8 @@ impl<'a> Reader<'a> {
                     self.fields.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
                 }
                 other => {
-                    let (name, place) = (self.staged.layout.name(from), self.staged.layout.last());
+                    let (name, is_twin) = (self.staged.layout.name(from), self.staged.layout.is_twin());
+                    let place = self.staged.layout.last();
                     match other {
                         Key::Id => self.fields.id = self.string(2)?,
                         Key::FinishReason => self.fields.finish = self.finish()?,
@@ -133,16 +138,16 @@ impl<'a> Reader<'a> {
                         }
                     }
                     let value = self.value_since(from);
-                    let is_kept = match other {
-                        Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens => true,
-                        Key::WeightVersion => self.fields.weight_version.get().is_some(),
-                        _ => false,
-                    };
-                    if is_kept {
-                        self.staged.layout.keep_value(place, value.of(self.data));
+                    let is_label = other != Key::WeightVersion || self.fields.weight_version.get().is_some();
+                    let kept = if is_label { value.of(self.data) } else { &[] };
+                    if matches!(
+                        other,
+                        Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens | Key::WeightVersion
+                    ) {
+                        self.staged.layout.keep_value(place, kept);
                     }
                     if other != Key::CachedTokens {
-                        self.staged.meta_members.extend(member(self.data, name, value));
+                        push_member(self.data, &mut self.staged.meta_members, Member { key: name, value }, is_twin);
                     }
                 }
             }
@@ -213,7 +218,9 @@ impl<'a> Reader<'a> {
     fn integer(&mut self, depth: u32) -> Result<Field<i64>> {
         self.field(depth, Peek::Number, |reader| {
             let number = reader.cursor.next_number()?;
-            Ok(number.as_i64(reader.data).map_or(Value::Wrong, Value::Is))
+            // One that is too large for 64 bits means nothing to anybody.
+            let value = number.as_i64(reader.data).or(number.is_integer.then_some(i64::MAX));
+            Ok(value.map_or(Value::Wrong, Value::Is))
         })
     }
 

@@ -113,7 +113,7 @@ fn experts(
     let dtype = match fields.routed_experts_dtype.value {
         Value::Absent | Value::Null => options.experts.map_or(Dtype::Int32, |experts| experts.dtype),
         Value::Is(raw) => {
-            let name = String::from_utf8_lossy(raw.span.of(data));
+            let name = decode(data, raw);
             Dtype::from_name(&name)
                 .ok_or_else(|| damaged(raw.span.start(), DTYPE, format!("{name:?} is none of int32, uint8, uint16")))?
         }
@@ -233,8 +233,11 @@ fn sampling_mask(data: &[u8], value: Span, arrivals: Arrivals) -> Result<Masks, 
     }
     let tokens = masks.offsets.len() - 1;
     if tokens == arrivals.len && tokens == arrivals.total() + arrivals.new {
-        // Glued like the list of pairs: the last of it is the whole.
+        // Glued like the list of pairs: the last of it is the whole, and its end the delta again.
         let skip = arrivals.new;
+        if (0..skip).any(|index| masks.of(index) != masks.of(tokens - skip + index)) {
+            return Err(damaged(value.start(), MASK, format!("the first {skip} lists are not the last {skip} again")));
+        }
         let first = masks.offsets[skip];
         masks.offsets.drain(..skip);
         masks.offsets.iter_mut().for_each(|offset| *offset -= first);
