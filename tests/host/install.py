@@ -1,0 +1,80 @@
+"""Puts the stand-in where ``import slime`` finds it, and takes it away again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from host.slime.observability import trace_utils
+from host.slime.rollout import data_source, rm_hub, sglang_rollout
+from host.slime.utils import http_utils, misc, processing_utils, types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MODULES: dict[str, ModuleType] = {
+    "rollout.data_source": data_source,
+    "rollout.rm_hub": rm_hub,
+    "rollout.sglang_rollout": sglang_rollout,
+    "utils.http_utils": http_utils,
+    "utils.misc": misc,
+    "utils.processing_utils": processing_utils,
+    "utils.types": types,
+}
+
+
+@contextlib.contextmanager
+def installed(*, new: bool = True) -> Iterator[None]:
+    """Make ``import slime`` give the stand-in, as long as the block runs.
+
+    Newer slime knows request aborts and keeps its span helpers in ``slime.observability``; older slime only ever aborts
+    whole servers and keeps them in ``slime.utils``. What the stand-in remembers (its singleton, its HTTP client, its
+    spans) is forgotten before and after.
+    """
+    if _ours():
+        msg = "slime is imported already: the stand-in must not hide it"
+        raise RuntimeError(msg)
+    spans_at = "observability.trace_utils" if new else "utils.trace_utils"
+    _forget()
+    sglang_rollout.knows_request_abort = new
+    sys.modules.update(_tree({**_MODULES, spans_at: trace_utils}))
+    try:
+        yield
+    finally:
+        for name in _ours():
+            del sys.modules[name]
+        _forget()
+
+
+def _ours() -> list[str]:
+    return [name for name in sys.modules if name == "slime" or name.startswith("slime.")]
+
+
+def _forget() -> None:
+    misc.SingletonMeta.forget()
+    http_utils.forget_http_client()
+    trace_utils.spans.clear()
+
+
+def _tree(modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
+    """Hang modules below packages without a directory, so that nothing but them can be imported."""
+    tree = {"slime": _package("slime")}
+    for path, module in modules.items():
+        above = tree["slime"]
+        *packages, name = path.split(".")
+        for package in packages:
+            full_name = f"{above.__name__}.{package}"
+            below = tree.setdefault(full_name, _package(full_name))
+            setattr(above, package, below)
+            above = below
+        setattr(above, name, module)
+        tree[f"{above.__name__}.{name}"] = module
+    return tree
+
+
+def _package(name: str) -> ModuleType:
+    package = ModuleType(name)
+    package.__path__ = []
+    return package

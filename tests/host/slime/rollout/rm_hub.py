@@ -1,0 +1,20 @@
+"""Rewards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from host.slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from host.slime.utils.types import Sample
+
+
+async def async_rm(args: SimpleNamespace, sample: Sample) -> float:
+    """Ask ``args.custom_rm_path``, called as ``await f(args, sample)``; without it every response is worth 1."""
+    if args.custom_rm_path is None:
+        return 1.0
+    reward: float = await load_function(args.custom_rm_path)(args, sample)
+    return reward
