@@ -86,7 +86,7 @@ class Replay:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, self._host, ssl=self._tls)
+        self._server = await asyncio.start_server(self._accept, self._host, ssl=self._tls, backlog=4096)
         self.port: int = self._server.sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"{'https' if self._tls else 'http'}://{host}:{self.port}"

@@ -115,11 +115,27 @@ async def test_the_list_of_workers_is_asked_for_now_and_then_and_soon_after_a_fa
 ) -> None:
     monkeypatch.setattr("streamfold.abort._FAILURE_LASTS", 0.05)
     async with Replay(RUNNING) as server, Client(server.url) as client:
-        for answer, asked in (([RST], 1), (answer_json({"workers": []}), 2), ([RST], 2)):
+        busy = answer_json({"error": "starting"}, 503)
+        for answer, asked in (([RST], 1), (busy, 2), (answer_json({"workers": []}), 3), ([RST], 3)):
             server.routes["/workers"] = answer
             await (await begun(client)).abort()
             assert len(server.at("/workers")) == asked
             await asyncio.sleep(0.1)
+
+
+async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamfold.abort._WORKERS_LAST", 0.05)
+    async with Replay() as worker:
+        routes = {"/workers": answer_json({"workers": [{"url": worker.url}]})}
+        async with Replay(RUNNING, routes=routes) as router, Client(router.url) as client:
+            calls = []
+            for answer in (routes["/workers"], [RST], answer_json({"error": "starting"}, 503)):
+                router.routes["/workers"] = answer
+                calls.append(await begun(client))
+                await calls[-1].abort()
+                await asyncio.sleep(0.1)
+            assert worker.aborts == [call.rid for call in calls]
+            assert router.aborts == []
 
 
 async def test_many_aborts_at_once_are_told_on_few_connections() -> None:
@@ -128,6 +144,7 @@ async def test_many_aborts_at_once_are_told_on_few_connections() -> None:
         calls = [client.start(PROMPT, {}) for _ in range(count)]
         await until(lambda: sum(call.token_count for call in calls) == 2 * count)
         await client.abort_all()
+        await until(lambda: len(server.aborts) >= count)  # on a slow machine, sockets close before all are told
         assert sorted(server.aborts) == sorted(call.rid for call in calls)
         assert server.most_open <= count + 32
     await until(lambda: server.open == 0)

@@ -244,6 +244,22 @@ async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
             await asyncio.wait_for(client.load(), 10)
 
 
+async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
+    before = asyncio.all_tasks()
+    async with Replay(routes={"/v1/loads": [HANG]}) as slow, Replay() as broken:
+        workers = answer_json({"workers": [{"url": slow.url}, {"url": broken.url}]})
+        async with Replay(routes={"/workers": workers}) as router:
+            async with Client(router.url) as client:
+                asking = asyncio.ensure_future(client.load())
+                await until(lambda: slow.requests and broken.requests)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            await until(lambda: slow.open == 0)
+    assert asyncio.all_tasks() == before
+
+
 # Opening and closing.
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import httpx
 import orjson
@@ -16,7 +16,7 @@ import orjson
 from streamfold.connection import Connection, Stopped
 from streamfold.engines import error_message, quote
 from streamfold.errors import EngineError
-from streamfold.limits import Slots
+from streamfold.limits import Deadline, Slots
 from streamfold.urls import base_url
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ log = logging.getLogger("streamfold")
 _AT_ONCE = 32  # for each worker, so that one that hangs does not keep the others from being told
 _SECONDS = 3.0  # for a small request, from the connect to the end of its reply
 _LONGEST_REPLY = 1 << 20
-_REPEAT_AFTER = (
-    0.075  # an engine forgets an abort that overtakes its request; this is how long a request takes to get in
-)
+_REPEAT_AFTER = 0.075  # an engine forgets an abort that comes before its request is in
 _WORKERS_LAST = 10.0  # routers gain and lose workers
 _FAILURE_LASTS = 1.0
 
@@ -60,6 +58,7 @@ class Control:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._search: asyncio.Task[list[str]] | None = None
         self._search_again = 0.0
+        self._known = [base]
         self._reported: set[str] = set()
 
     def tell(self, rid: str, *, ended: asyncio.Future[None], begun: bool) -> asyncio.Task[None]:
@@ -76,7 +75,7 @@ class Control:
         Raises:
             EngineError: a worker cannot be reached, or does not tell its load.
         """
-        return sum(await asyncio.gather(*[self._load_of(worker) for worker in await self.workers()]))
+        return await asyncio.shield(self._keep(self._load()))
 
     async def workers(self) -> list[str]:
         """Base URLs of the engines: what a router lists, otherwise the base URL itself. Asked now and then."""
@@ -113,6 +112,14 @@ class Control:
                 self._reported.add(worker)
                 log.warning("could not abort at %s, its requests may run on: %s", worker, error)
 
+    async def _load(self) -> int:
+        asked = [self._load_of(worker) for worker in await self.workers()]
+        loads = await asyncio.gather(*asked, return_exceptions=True)  # all of them end, whichever fails
+        for load in loads:
+            if isinstance(load, BaseException):
+                raise load
+        return sum(cast("list[int]", loads))
+
     async def _load_of(self, worker: str) -> int:
         body = await self._ask("GET", worker, self._engine.load_path)
         try:
@@ -123,17 +130,19 @@ class Control:
     async def _find_workers(self) -> list[str]:
         self._reported.clear()
         lasts = _WORKERS_LAST
-        workers: list[str] = []
         try:
             reply = await self._ask("GET", self._base, self._engine.workers_path)
-            workers = self._engine.read_workers(orjson.loads(reply))
+            urls = [self._worker_url(worker) for worker in self._engine.read_workers(orjson.loads(reply))]
+            self._known = list(filter(None, urls)) or [self._base]
         except EngineError as error:
-            if error.status is None:  # 404 is the usual answer of an engine without a router
+            if error.status == 404:  # an engine without a router
+                self._known = [self._base]
+            else:  # a router in trouble: its workers are likely still those that were known
                 lasts = _FAILURE_LASTS
         except orjson.JSONDecodeError:
-            pass
+            self._known = [self._base]
         self._search_again = self._loop.time() + lasts
-        return [url for worker in workers if (url := self._worker_url(worker))] or [self._base]
+        return self._known
 
     def _worker_url(self, worker: str) -> str | None:
         try:
@@ -153,7 +162,8 @@ class Control:
         if not await slots.wait(slots.request()):
             raise EngineError(f"{url} was not asked, as the client is being closed")
         connection = Connection(self._transport)
-        timer = self._loop.call_later(_SECONDS, connection.close_soon)
+        deadline = Deadline(connection.close_soon)
+        deadline.set(_SECONDS)
         reply = bytearray()
 
         def take(chunk: bytes) -> None:
@@ -176,7 +186,7 @@ class Control:
         except Exception as error:  # of any kind: a transport may be anybody's
             raise EngineError(f"no reply from {url}: {str(error) or type(error).__name__}", retryable=True) from error
         finally:
-            timer.cancel()
+            deadline.set(None)
             slots.release()
         if connection.stopped:
             raise EngineError(f"the reply from {url} did not end within {_SECONDS:g} s", retryable=True)
