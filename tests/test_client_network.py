@@ -91,7 +91,8 @@ def server_tls() -> ssl.SSLContext:
 
 
 def trusting() -> httpx.AsyncHTTPTransport:
-    return httpx.AsyncHTTPTransport(verify=ssl.create_default_context(cafile=TLS / "cert.pem"), trust_env=False)
+    context = ssl.create_default_context(cafile=TLS / "cert.pem")
+    return httpx.AsyncHTTPTransport(verify=context, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
 
 
 async def test_tls_works_as_plain_http_does() -> None:

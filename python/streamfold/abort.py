@@ -133,7 +133,7 @@ class Control:
         try:
             reply = await self._ask("GET", self._base, self._engine.workers_path)
             urls = [self._worker_url(worker) for worker in self._engine.read_workers(orjson.loads(reply))]
-            self._known = list(filter(None, urls)) or [self._base]
+            self._known = list(filter(None, urls)) or self._known
         except EngineError as error:
             if error.status == 404:  # an engine without a router
                 self._known = [self._base]
@@ -197,5 +197,10 @@ class Control:
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)
         self._tasks.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
         return task
+
+    def _end_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if whoever asked has been cancelled

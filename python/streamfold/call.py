@@ -90,7 +90,9 @@ class Call:
     def run(self, request: httpx.Request) -> asyncio.Task[None]:
         """Queue up for a slot and begin; the pump, which ends when everything is tidied up."""
         self._place = self._slots.request()
-        return self._loop.create_task(self._pump(request), name=f"streamfold {self._rid}")
+        pump = self._loop.create_task(self._pump(request), name=f"streamfold {self._rid}")
+        pump.add_done_callback(self._after_pump)
+        return pump
 
     def answer(self, generation: Generation) -> None:
         """End at once with ``generation``: there is nothing to ask the engine for."""
@@ -205,6 +207,18 @@ class Call:
             finally:
                 self._settle()
 
+    def _after_pump(self, _pump: asyncio.Task[None]) -> None:
+        """End a call whose pump was cancelled before its first step: a loop that is torn down does that."""
+        if self._over.done():
+            return
+        self._cut = True
+        self._over.set_result(None)
+        if self._place.done() and self._place.result():
+            self._slots.release()
+        elif not self._place.done():
+            self._place.set_result(False)
+        self._settle()
+
     async def _exchange(self, request: httpx.Request) -> None:
         url = request.url
         try:
@@ -312,6 +326,7 @@ class Call:
         self._error = self._error or error
         if self._connection.sent:
             self._cutter = self._loop.create_task(self._cut_off(drain))
+            self._cutter.add_done_callback(self._after_cutter)
             return
         self._connection.close_soon()
         if not self._place.done():
@@ -329,6 +344,10 @@ class Call:
             await self._patiently(drain, self._over, self._haste)
         finally:
             await self._connection.close()
+
+    def _after_cutter(self, cutter: asyncio.Task[None]) -> None:
+        if cutter.cancelled() and not self._over.done():
+            self._connection.close_soon()  # it may not have got to its first step
 
     @staticmethod
     async def _patiently(seconds: float, *events: asyncio.Future[None]) -> None:

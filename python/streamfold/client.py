@@ -76,7 +76,8 @@ class Client:
         limits: how much may be done at once.
         experts: how routed experts are written; given, every call asks for them.
         transport: ``"httpx"``, or a transport of your own, for TLS with a private authority
-            (``httpx.AsyncHTTPTransport(verify=context)``), Unix sockets or tests. It carries all requests.
+            (``httpx.AsyncHTTPTransport(verify=context, limits=httpx.Limits(max_keepalive_connections=0))``), Unix
+            sockets or tests. It carries all requests, and its own pool must not be what they wait for.
 
     Raises:
         ValueError: an unknown ``engine`` or ``transport``, or an address that is none.
@@ -98,6 +99,7 @@ class Client:
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
         if transport != "httpx" and not isinstance(transport, httpx.AsyncBaseTransport):
             raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
+        _check_pool(transport, limits.calls)
         self._base = normalised(base_url)
         self._engine = ENGINES[engine]()
         self._headers = httpx.Headers({"Accept": "*/*", "User-Agent": f"streamfold/{__version__}"})
@@ -331,3 +333,14 @@ class Client:
             await session.transport.aclose()
         finally:
             self._session = None
+
+
+def _check_pool(transport: object, calls: int) -> None:
+    """Refuse a pool in which calls, and the aborts that are to end them, would wait for each other."""
+    pool = getattr(transport, "_pool", None) if isinstance(transport, httpx.AsyncHTTPTransport) else None
+    most = getattr(pool, "_max_connections", None)
+    if most is not None and most <= calls:
+        raise ValueError(
+            f"the transport's pool has {most} connections for {calls} calls and their aborts: make it with "
+            "limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)"
+        )

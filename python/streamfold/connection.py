@@ -41,6 +41,7 @@ class Connection:
         self._stream: Any = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
+        self._released = False
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -98,15 +99,26 @@ class Connection:
             if not self.stopped:
                 raise
         finally:
-            self._task = None
+            await self._release(response)
+
+    async def _release(self, response: httpx.Response) -> None:
+        """End the response. From here on the connection may be another request's, and is no longer ours to close."""
+        self._released = True
+        self._stream = None
+        try:
             await response.aclose()
+        except asyncio.CancelledError:
+            if not self._is_own_cancel():
+                raise
+        finally:
+            self._task = None
 
     async def close(self) -> None:
         """Stop the request, whatever it is doing: nothing is sent or received afterwards."""
         self.stopped = True
         if self._stream is not None:
             await self._stream.aclose()
-        elif not self.opening and self._task is not None:
+        elif self._task is not None and not (self.opening or (self._released and self._shows)):
             self._cancelled = self._task.cancel()
         # else: it is connecting, and the next step that httpx shows finds the stop
 

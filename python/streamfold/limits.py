@@ -59,8 +59,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} must be at least 1, not {getattr(self, field.name)!r}")
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} must be an integer of at least 1, not {value!r}")
 
 
 class Deadline:
