@@ -142,7 +142,8 @@ def test_replay_tells_of_a_stream_that_was_cut() -> None:
 def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
     done = streamfold("record", "--url", "http://127.0.0.1:9", "--payload", PAYLOAD, "--out", tmp_path / "none.sse")
     assert done.returncode == 1
-    assert "HTTP None" in done.stdout
+    assert "no reply from http://127.0.0.1:9" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,12 @@ def test_an_image_makes_the_prompt_longer_than_what_was_sent(engine: Loopback) -
     assert answer.read(experts=Shape(4, 2, 16)).routed_experts is not None
 
 
+def test_ids_that_hold_the_images_already_are_left_alone(engine: Loopback) -> None:
+    ids = [engine.tokenizer.image_token_id] * 32 + PROMPT
+    assert generate(engine, input_ids=ids, image_data=["data:,"] * 2).last["meta_info"]["prompt_tokens"] == 35
+    assert generate(engine, input_ids=ids, image_data=["data:,"] * 3).last["meta_info"]["prompt_tokens"] == 83
+
+
 # Several generations in one body
 
 

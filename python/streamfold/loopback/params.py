@@ -275,9 +275,10 @@ def _prompts(body: Mapping[str, Any], config: Config) -> tuple[list[list[int]], 
         raise InvalidRequest(msg)
     images = body.get("image_data")
     if images:
-        # An image takes the place of many tokens: the prompt is longer than what was sent.
-        count = len(images) if isinstance(images, list) else 1
-        prompts = [[config.tokenizer.image_token_id] * (IMAGE_TOKENS * count) + prompt for prompt in prompts]
+        # An image takes the place of many tokens: the prompt is longer than what was sent. Ids that hold the
+        # placeholders already, those of a response that is gone on with, are left alone.
+        pads = [config.tokenizer.image_token_id] * (IMAGE_TOKENS * (len(images) if isinstance(images, list) else 1))
+        prompts = [prompt if prompt[: len(pads)] == pads else pads + prompt for prompt in prompts]
     return prompts, batched
 
 

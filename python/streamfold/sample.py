@@ -1,0 +1,425 @@
+"""One prompt with its response: the hosts' fields and semantics, and the one write that a call makes.
+
+:class:`Sample` carries the fields of the hosts' family, so that one loop serves our sample and theirs. :func:`merge`
+writes a generation to any of them, once per call, and only after everything has been checked: a host's own method
+extends its lists before it compares their lengths.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from streamfold._core import Generation
+
+    Int32 = npt.NDArray[np.int32]
+
+__all__ = ["Sample", "SampleLike", "check_ready", "merge", "meta_info"]
+
+
+_STATUS_OF: Final = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORTED"}
+# What hosts' methods change in place, lists and counters.
+_IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
+
+
+class SampleLike(Protocol):
+    """What :func:`merge` needs of a sample, ours or a host's."""
+
+    tokens: list[int]
+    response: str
+    response_length: int
+    loss_mask: list[int] | None
+    rollout_log_probs: list[float] | None
+    status: Any
+    metadata: dict[str, Any]
+
+    def append_response_tokens(
+        self,
+        args: Any,  # noqa: ANN401  # the host's own
+        *,
+        tokens: list[int],
+        log_probs: list[float] | None,
+        trainable: bool,
+        meta_info: dict[str, Any],
+        text: str,
+        update_terminal_info: bool,
+    ) -> object:
+        """Extend the response and all that is beside it."""
+
+
+@dataclass
+class Sample:
+    """A prompt and its response, as far as it has come.
+
+    Attributes:
+        group_index, index: of the prompt, and of the sample among all.
+        prompt: text, or messages in the manner of chats.
+        tokens: ids of the prompt, then of the response.
+        multimodal_inputs: what is not text, as ``{"images": [...]}``.
+        response: the response's text.
+        response_length: its tokens, the last ones of ``tokens``.
+        label, reward: for whoever judges the response.
+        loss_mask: 1 for each token of the response that is trained on, otherwise 0; None stands for all 1.
+        rollout_log_probs: one for each token of the response; None if they were not asked for.
+        rollout_top_p_token_ids, rollout_top_p_token_offsets: what sampling could choose from, int32 ``[m]`` and
+            ``[response_length + 1]``.
+        rollout_routed_experts: int32 ``[len(tokens) - 1, num_layers, top_k]``.
+        weight_versions: the versions that were told, one for each finished call.
+        version_spans: ``(version, start, end)`` over the response, half open, in order.
+        prompt_tokens, cached_tokens: summed over the calls, as the engine told them.
+        status: PENDING until a call has written something.
+        metadata: anybody's notes.
+        generate_function_path: a generate function for this sample alone.
+        session_id: by which a router keeps the calls of one conversation together.
+        remove_sample: leave it out of training.
+    """
+
+    class Status(str, Enum):
+        """Where a sample stands."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Int32 | None = None
+    rollout_top_p_token_offsets: Int32 | None = None
+    rollout_routed_experts: Int32 | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    session_id: str | None = None
+    remove_sample: bool = False
+
+    def append_response_tokens(
+        self,
+        args: Any = None,  # noqa: ANN401, ARG002  # the hosts'; nothing of it is needed here
+        *,
+        tokens: Sequence[int] = (),
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Extend the response by what one call brought: everything, or nothing and an error.
+
+        Args:
+            args: ignored; hosts pass their settings.
+            tokens: new ids.
+            log_probs: one for each.
+            trainable: whether they are trained on. Those that are not, a tool's, may come without log-probabilities
+                and top-p arrays: beside tokens that have them they get 0.0 and an empty choice.
+            meta_info: what else the engine told: ``routed_experts`` for all tokens but the last, ``top_p_token_ids``
+                with ``top_p_token_offsets`` for the new ones, ``finish_reason``, ``weight_version``, counts.
+            text: of the new tokens.
+            update_terminal_info: whether a ``finish_reason`` in ``meta_info`` decides the status.
+
+        Raises:
+            ValueError: lengths or shapes disagree; the message names both numbers.
+        """
+        meta = meta_info or {}
+        self.check()
+        before, more = self.response_length, len(tokens)
+        if log_probs is None and not trainable and self.rollout_log_probs is not None:
+            log_probs = [0.0] * more
+        log_probs_after = _extended(self.rollout_log_probs, log_probs, before, more)
+        top_p = _top_p_after(self, meta, more, trainable=trainable)
+        experts = _experts_after(self, meta, more)
+        mask = self.loss_mask if self.loss_mask is not None else [1] * before
+        reason = meta.get("finish_reason") if update_terminal_info else None
+        status = None if reason is None else _status_of(reason)
+
+        self.tokens = [*self.tokens, *tokens]
+        self.response += text or ""
+        self.response_length = before + more
+        self.loss_mask = [*mask, *[int(trainable)] * more]
+        self.rollout_log_probs = log_probs_after
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p
+        self.rollout_routed_experts = experts
+        if status is None:
+            return
+        self.status = self.Status[status]
+        if "weight_version" in meta:
+            self.weight_versions = [*self.weight_versions, meta["weight_version"]]
+        self.prompt_tokens += meta.get("prompt_tokens", 0)
+        self.cached_tokens += meta.get("cached_tokens", 0)
+
+    def check(self) -> None:
+        """Compare the lengths of everything that goes with the tokens.
+
+        Raises:
+            ValueError: two of them disagree; the message names both.
+        """
+        length = self.response_length
+        if not 0 <= length <= len(self.tokens):
+            raise ValueError(f"response_length is {length}, but there are {len(self.tokens)} tokens in all")
+        for name in ("loss_mask", "rollout_log_probs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != length:
+                raise ValueError(f"{name} has {len(values)} entries, but response_length is {length}")
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        if (ids is None) != (offsets is None):
+            raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together, but one is missing")
+        if ids is not None and offsets is not None:
+            _check_offsets("rollout_top_p_token_offsets", offsets, len(ids), length)
+        experts = self.rollout_routed_experts
+        if experts is not None and len(experts) > max(0, len(self.tokens) - 1):
+            raise ValueError(f"rollout_routed_experts has {len(experts)} rows, but there are {len(self.tokens)} tokens")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON has it: arrays as lists, the status as its word."""
+        told = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in told.items()}
+        return {**plain, "status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """The sample that :meth:`to_dict` told; keys that are no field are an error.
+
+        Raises:
+            ValueError: a key is unknown, the status is none, or lengths disagree.
+        """
+        known = {item.name for item in fields(cls)}
+        if unknown := sorted(data.keys() - known):
+            raise ValueError(f"a sample has no {', '.join(unknown)}")
+        told = dict(data)
+        for name in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts"):
+            if told.get(name) is not None:
+                told[name] = np.asarray(told[name], np.int32)
+        told["version_spans"] = [(version, start, end) for version, start, end in told.get("version_spans", [])]
+        sample = cls(**{**told, "status": cls.Status(told.get("status", "pending"))})
+        sample.check()
+        return sample
+
+
+def _extended(kept: list[float] | None, new: Sequence[float] | None, before: int, more: int) -> list[float] | None:
+    if new is None:
+        if kept is not None and more:
+            raise ValueError(f"no log_probs for {more} tokens, but the {before} before them have theirs")
+        return kept
+    if len(new) != more:
+        raise ValueError(f"{len(new)} log_probs for {more} tokens")
+    if kept is None and before:
+        raise ValueError(f"log_probs for {more} tokens, but the {before} before them have none")
+    return [*(kept or []), *new]
+
+
+def _status_of(reason: Any) -> str:  # noqa: ANN401  # whatever an engine or a host writes
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    if kind not in _STATUS_OF:
+        raise ValueError(f"the finish reason is {reason!r}: its type must be one of {', '.join(_STATUS_OF)}")
+    return _STATUS_OF[kind]
+
+
+def _check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
+    if len(offsets) != tokens + 1:
+        raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: one more than tokens is needed")
+    if offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
+        raise ValueError(f"{name} must begin at 0, end at {ids}, the number of ids, and never fall")
+
+
+def _top_p_after(
+    sample: Sample, meta: Mapping[str, Any], more: int, *, trainable: bool
+) -> tuple[Int32 | None, Int32 | None]:
+    kept_ids, kept = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    ids = _int32(meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids")))
+    offsets = _int32(meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets")))
+    if not more:
+        return kept_ids, kept
+    if (ids is None) != (offsets is None):
+        raise ValueError("top-p ids and offsets come together, but one is missing")
+    if ids is None and not trainable and kept is not None:
+        ids, offsets = np.empty(0, np.int32), np.zeros(more + 1, np.int32)
+    if ids is None or offsets is None:
+        if kept is not None:
+            raise ValueError(f"no top-p arrays for {more} tokens, but the {sample.response_length} before have theirs")
+        return None, None
+    _check_offsets("top_p_token_offsets", offsets, len(ids), more)
+    if kept_ids is None or kept is None:
+        if sample.response_length:
+            raise ValueError(f"top-p arrays for {more} tokens, but the {sample.response_length} before have none")
+        return ids, offsets
+    return np.concatenate([kept_ids, ids]), np.concatenate([kept, offsets[1:] + kept[-1]])
+
+
+def _experts_after(sample: Sample, meta: Mapping[str, Any], more: int) -> Int32 | None:
+    experts = meta.get("routed_experts")
+    if experts is None:
+        return sample.rollout_routed_experts
+    rows = max(0, len(sample.tokens) + more - 1)
+    experts = np.asarray(experts, np.int32)
+    if experts.ndim != 3 or len(experts) != rows:
+        raise ValueError(f"routed_experts of shape {experts.shape}, but {rows} rows (tokens - 1) are needed")
+    return experts
+
+
+def _int32(value: Any) -> Int32 | None:  # noqa: ANN401  # whatever an engine or a host writes
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = base64.b64decode(value, validate=True)
+    # A bytearray, so that the array is writable.
+    return np.frombuffer(bytearray(value), np.int32) if isinstance(value, bytes) else np.array(value, np.int32)
+
+
+def merge(
+    sample: SampleLike,
+    generation: Generation,
+    args: Any = None,  # noqa: ANN401  # the host's own
+    *,
+    text: str | None = None,
+    trainable: bool = True,
+) -> None:
+    """Write what one call brought to ``sample``, ours or a host's: one write, checked before it touches anything.
+
+    The status follows from the finish reason; without one the call was cut, and the sample is ABORTED. Lists that the
+    sample shares with others are replaced, not changed.
+
+    Args:
+        sample: PENDING, or ABORTED and gone on with. Its ``tokens`` are those that the call was asked with.
+        generation: what the call brought.
+        args: handed to the host's method; a host's sample needs ``num_layers`` and ``moe_router_topk`` of it to take
+            routed experts.
+        text: used where the generation has none: the engine ran without a tokenizer.
+        trainable: whether the new tokens are trained on. Those that are not go without log-probabilities.
+
+    Raises:
+        ValueError: the two do not fit; nothing has been written.
+    """
+    check_ready(sample)
+    _check_fit(sample, generation, args, trainable=trainable)
+    before, more = sample.response_length, len(generation.token_ids)
+    logprobs = None if generation.logprobs is None or not trainable else generation.logprobs.tolist()
+    if not more and sample.rollout_log_probs is None and before:
+        logprobs = None  # nothing came, and that is not to be an empty list beside tokens that have none
+    # Whatever else a host's method may refuse, and when: the sample is then as it was.
+    as_it_was = dict(vars(sample))
+    try:
+        for name in _IN_PLACE:
+            if (shared := getattr(sample, name, None)) is not None:
+                setattr(sample, name, copy.copy(shared))
+        sample.append_response_tokens(
+            args,
+            tokens=generation.token_ids.tolist(),
+            log_probs=logprobs,
+            trainable=trainable,
+            meta_info={**meta_info(generation), **_arrays(generation)},
+            text=generation.text if generation.text is not None else text or "",
+            update_terminal_info=generation.finish_reason is not None,
+        )
+    except BaseException:
+        vars(sample).update(as_it_was)
+        raise
+    if generation.finish_reason is None:
+        sample.status = type(sample.status).ABORTED
+    if isinstance(sample, Sample):
+        moved = [(version, before + start, before + end) for version, start, end in generation.version_spans]
+        sample.version_spans = _joined([*sample.version_spans, *moved])
+
+
+def check_ready(sample: SampleLike) -> None:
+    """Check that a sample can be gone on with, before anything is asked for it.
+
+    Raises:
+        ValueError: its status is neither PENDING nor ABORTED, or what it holds is not of one length.
+    """
+    if sample.status.name not in ("PENDING", "ABORTED"):
+        raise ValueError(f"the sample is {sample.status.name}: only a pending or aborted one can be gone on with")
+    before = sample.response_length
+    if not 0 <= before <= len(sample.tokens):
+        raise ValueError(f"response_length is {before}, but there are {len(sample.tokens)} tokens in all")
+    for name in ("loss_mask", "rollout_log_probs"):
+        values = getattr(sample, name, None)
+        if values is not None and len(values) != before:
+            raise ValueError(f"{name} has {len(values)} entries, but response_length is {before}")
+    offsets = getattr(sample, "rollout_top_p_token_offsets", None)
+    if offsets is not None and len(offsets) != before + 1:
+        raise ValueError(f"rollout_top_p_token_offsets has {len(offsets)} entries, but response_length is {before}")
+
+
+def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainable: bool) -> None:  # noqa: ANN401
+    before, more = sample.response_length, len(generation.token_ids)
+    if before and more and trainable:
+        for what, kept, new in (
+            ("log-probabilities", sample.rollout_log_probs, generation.logprobs),
+            ("top-p arrays", getattr(sample, "rollout_top_p_token_offsets", None), generation.top_p),
+        ):
+            if (kept is None) != (new is None):
+                raise ValueError(f"some tokens have {what} and others none: ask for them in every call, or in none")
+    experts = generation.routed_experts
+    if experts is None:
+        return
+    rows = max(0, len(sample.tokens) + more - 1)
+    if len(experts) != rows or experts.ndim != 3:
+        raise ValueError(f"routed experts are of shape {experts.shape}, but {rows} rows (tokens - 1) are needed")
+    if not isinstance(sample, Sample):
+        shape = tuple(getattr(args, name, None) for name in ("num_layers", "moe_router_topk"))
+        if shape != experts.shape[1:]:
+            raise ValueError(
+                f"routed experts are of shape {experts.shape}, but args tell {shape[0]} layers (num_layers) "
+                f"of {shape[1]} experts (moe_router_topk)"
+            )
+
+
+def meta_info(generation: Generation) -> dict[str, Any]:
+    """What the engine told of a call, under the hosts' keys and without arrays; what it did not tell is left out."""
+    told = generation.meta
+    meta: dict[str, Any] = {key: value for key, value in told.items() if key.startswith("spec_") and value is not None}
+    meta["completion_tokens"] = len(generation.token_ids)
+    if generation.finish_reason is not None:
+        meta["finish_reason"] = {**(told.get("finish_reason") or {}), "type": generation.finish_reason}
+    version = generation.version_spans[-1][0] if generation.version_spans else told.get("weight_version")
+    latest = {
+        "prompt_tokens": generation.prompt_tokens,
+        "cached_tokens": generation.cached_tokens,
+        "weight_version": version,
+    }
+    return meta | {key: value for key, value in latest.items() if value is not None}
+
+
+def _arrays(generation: Generation) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    if generation.routed_experts is not None:
+        arrays["routed_experts"] = generation.routed_experts.astype(np.int32, copy=False)
+    if generation.top_p is not None:
+        for key, array in zip(("top_p_token_ids", "top_p_token_offsets"), generation.top_p, strict=True):
+            arrays[key] = base64.b64encode(array.tobytes()).decode()
+    return arrays
+
+
+def _joined(spans: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Spans with equal neighbours made one."""
+    joined: list[tuple[str, int, int]] = []
+    for version, start, end in spans:
+        if joined and joined[-1][0] == version and joined[-1][2] == start:
+            joined[-1] = (version, joined[-1][1], end)
+        else:
+            joined.append((version, start, end))
+    return joined
