@@ -17,7 +17,9 @@ import numpy.typing as npt
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from streamfold.sample import SampleLike
 
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], str]
 
@@ -50,6 +52,47 @@ def events(reads: Iterable[bytes], loads: Callable[[str], Any]) -> Iterator[dict
         if data == "[DONE]":
             return
         yield loads(data)
+
+
+async def generate_by_lines(
+    client: httpx.AsyncClient,
+    url: str,
+    sample: SampleLike,
+    sampling_params: Mapping[str, Any],
+    *,
+    incremental: bool,
+) -> None:
+    """A trainer's way of streaming one sample: its lists are made anew at each event, so that a cancel keeps them."""
+    prompt = list(sample.tokens)
+    payload = {"input_ids": prompt, "sampling_params": dict(sampling_params), "return_logprob": True, "stream": True}
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    text = ""
+    async with client.stream("POST", url, json=payload) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line[5:].strip()
+            if data == "[DONE]":
+                break
+            event = json.loads(data)
+            meta = event["meta_info"]
+            new_ids = [pair[1] for pair in meta["output_token_logprobs"]]
+            new_logprobs = [pair[0] for pair in meta["output_token_logprobs"]]
+            token_ids = token_ids + new_ids if incremental else new_ids
+            logprobs = logprobs + new_logprobs if incremental else new_logprobs
+            text = text + event["text"] if incremental else event["text"]
+            sample.tokens = prompt + token_ids
+            sample.response = text
+            sample.response_length = len(token_ids)
+            sample.rollout_log_probs = list(logprobs)
+            sample.loss_mask = [1] * len(token_ids)
+    reset = {"tokens": prompt, "response": "", "response_length": 0, "rollout_log_probs": None, "loss_mask": None}
+    vars(sample).update(reset)
+    sample.append_response_tokens(
+        None, tokens=token_ids, log_probs=logprobs, trainable=True, meta_info=meta, text=text, update_terminal_info=True
+    )
 
 
 class Accumulator:

@@ -33,7 +33,11 @@ def report(run: dict[str, Any], memory: dict[str, float]) -> Iterator[str]:
     yield f"Written by `make bench` on {run['datetime'][:10]}.\n"
     yield from _machine(run["machine_info"])
     yield "\n## From raw bytes to arrays\n"
-    yield from _speed([(entry["extra_info"], entry["stats"]["data"]) for entry in run["benchmarks"]])
+    entries = [(entry["extra_info"], entry["stats"]["data"]) for entry in run["benchmarks"]]
+    yield from _speed([entry for entry in entries if "adapter" not in entry[0]])
+    if adapters := [entry for entry in entries if "adapter" in entry[0]]:
+        yield "\n## One sample through the adapter\n"
+        yield from _adapters(adapters)
     yield "\n## Memory in flight\n"
     yield from _memory(memory)
 
@@ -67,6 +71,23 @@ def _speed(entries: list[tuple[dict[str, Any], list[float]]]) -> Iterator[str]:
                 "" if way == "streamfold" else f"{best / min(ways['streamfold']):.1f}x",
                 f"at least {aim}x" if aim else "",
             )
+
+
+def _adapters(entries: list[tuple[dict[str, Any], list[float]]]) -> Iterator[str]:
+    seconds: defaultdict[tuple[str, int], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for info, data in entries:
+        seconds[info["mode"], info["per_event"]][info["way"]] += data
+    yield f"{entries[0][0]['tokens']:,} tokens over loopback HTTP, from the request to the host's sample: CPU time of"
+    yield "the client, kernel included. The engine is another process, and writes one event every half millisecond or"
+    yield "more. The host's way is httpx's text lines, json, and the sample's lists made anew at each event. The ways"
+    yield "take turns and give equal samples; ratios are of the best times. There is no aim.\n"
+    yield _row("stream", "tokens per event", "way", "turns", "best CPU ms", "median CPU ms", "streamfold needs less by")
+    yield _row("---", "---:", "---", *["---:"] * 4)
+    for (mode, per_event), ways in seconds.items():
+        for way, times in ways.items():
+            ratio = "" if way == "streamfold" else f"{min(times) / min(ways['streamfold']):.1f}x"
+            best, middle = f"{min(times) * 1e3:,.1f}", f"{median(times) * 1e3:,.1f}"
+            yield _row(mode, str(per_event), way, str(len(times)), best, middle, ratio)
 
 
 def _memory(figures: dict[str, float]) -> Iterator[str]:

@@ -54,7 +54,7 @@ def serving(*arguments: str) -> Iterator[str]:
 def test_help_teaches_every_command() -> None:
     told = streamfold("--help")
     assert told.returncode == 0
-    for command in ("demo", "serve", "record", "replay"):
+    for command in ("demo", "serve", "rollout", "record", "replay"):
         assert command in told.stdout
         assert streamfold(command, "--help").returncode == 0
 

@@ -22,6 +22,9 @@ ORDER = (
     "cli",
     "demo",
     "recording",
+    "slime",
+    "rollout",
+    "journal",
     "client",
     "call",
     "abort",
@@ -29,6 +32,7 @@ ORDER = (
     "connection",
     "limits",
     "urls",
+    "sample",
     "errors",
     "_core",
 )

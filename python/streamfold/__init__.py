@@ -5,6 +5,7 @@ from streamfold.call import Call
 from streamfold.client import Client, Running
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.limits import Limits, Timeouts
+from streamfold.sample import Sample, merge
 
 __all__ = [
     "Call",
@@ -17,8 +18,10 @@ __all__ = [
     "Limits",
     "Parser",
     "Running",
+    "Sample",
     "StreamTruncated",
     "StreamfoldError",
     "Timeouts",
     "__version__",
+    "merge",
 ]

@@ -263,6 +263,9 @@ pub(crate) struct Meta {
     places: HashMap<Box<[u8]>, usize>,
 }
 
+/// So many entries are looked at before the map is asked.
+const NEAR: usize = 16;
+
 struct Entry {
     /// As it was spelled when it came first.
     key: Box<[u8]>,
@@ -274,9 +277,9 @@ impl Meta {
         let mut next = 0;
         for member in members {
             let key = member.key.of(data);
-            // Engines write the same keys in the same order.
-            let is_next = self.entries.get(next).is_some_and(|entry| *entry.key == *key);
-            let place = if is_next { next } else { self.place(key) };
+            // Engines write the same keys in the same order, so it stands a little further on.
+            let ahead = self.entries.iter().skip(next).take(NEAR).position(|entry| *entry.key == *key);
+            let place = ahead.map_or_else(|| self.place(key), |ahead| next + ahead);
             next = place + 1;
             let latest = &mut self.entries[place].value;
             latest.clear();

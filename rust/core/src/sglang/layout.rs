@@ -184,9 +184,9 @@ impl Layout {
         }
     }
 
-    /// Whether the key that has just been taken is known to stand twice.
-    pub(super) fn is_twin(&self) -> bool {
-        self.places.get(self.last()).is_some_and(|place| place.is_twin)
+    /// Whether the key at `index` is known to stand twice.
+    pub(super) fn is_twin(&self, index: usize) -> bool {
+        self.places.get(index).is_some_and(|place| place.is_twin)
     }
 
     /// What the last event said does not count: keep no value of it.

@@ -26,10 +26,10 @@ pub(super) fn read(
 
 /// Note what `meta` is to hold of a member: nothing of an array, nor of what stood under its key before.
 #[inline]
-fn push_member(data: &[u8], members: &mut Vec<Member>, member: Member, is_twin: bool) {
+fn push_member(data: &[u8], members: &mut Vec<Member>, member: Member, is_twin: impl FnOnce() -> bool) {
     if data[member.value.start()] != b'[' {
         members.push(member);
-    } else if is_twin {
+    } else if is_twin() {
         members.retain(|other| other.key.of(data) != member.key.of(data));
     }
 }
@@ -67,7 +67,7 @@ impl<'a> Reader<'a> {
                 Key::OutputIds => self.fields.output_ids = self.output_ids()?,
                 Key::MetaInfo => self.meta_info()?,
                 other => {
-                    let (name, is_twin) = (self.staged.layout.name(from), self.staged.layout.is_twin());
+                    let (name, place) = (self.staged.layout.name(from), self.staged.layout.last());
                     match other {
                         Key::Index => self.fields.index = self.count(1)?,
                         Key::Error => self.fields.error = self.any(1)?,
@@ -80,7 +80,9 @@ impl<'a> Reader<'a> {
                         }
                     }
                     let value = self.value_since(from);
-                    push_member(self.data, &mut self.staged.top_members, Member { key: name, value }, is_twin);
+                    push_member(self.data, &mut self.staged.top_members, Member { key: name, value }, || {
+                        self.staged.layout.is_twin(place)
+                    });
                 }
             }
         }
@@ -121,8 +123,7 @@ impl<'a> Reader<'a> {
                     self.fields.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
                 }
                 other => {
-                    let (name, is_twin) = (self.staged.layout.name(from), self.staged.layout.is_twin());
-                    let place = self.staged.layout.last();
+                    let (name, place) = (self.staged.layout.name(from), self.staged.layout.last());
                     match other {
                         Key::Id => self.fields.id = self.string(2)?,
                         Key::FinishReason => self.fields.finish = self.finish()?,
@@ -147,7 +148,9 @@ impl<'a> Reader<'a> {
                         self.staged.layout.keep_value(place, kept);
                     }
                     if other != Key::CachedTokens {
-                        push_member(self.data, &mut self.staged.meta_members, Member { key: name, value }, is_twin);
+                        push_member(self.data, &mut self.staged.meta_members, Member { key: name, value }, || {
+                            self.staged.layout.is_twin(place)
+                        });
                     }
                 }
             }

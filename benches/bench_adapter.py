@@ -1,0 +1,99 @@
+"""One sample through the whole adapter, over loopback HTTP: CPU time of the client, ours against the host's way.
+
+The sample is the stand-in host's (tests/host), and so is the state around it; the engine is a process that writes
+ready bytes. What is counted is the CPU time of this process, kernel included, as the pauses between events are idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from typing import TYPE_CHECKING, Final
+
+import httpx
+import pytest
+
+from benches.baseline import generate_by_lines
+from benches.server import serving
+from host import arguments, installed
+from host.slime.utils.types import Sample
+from streamfold.slime import generate_streaming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import SimpleNamespace
+
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+TOKENS: Final = 4096
+PROMPT: Final = list(range(512))  # as many as the replies say
+# Enough that the best times settle; a cumulative reply of one-token events is 250 MB.
+TURNS: Final = {("incremental", 20): 5, ("incremental", 1): 3, ("cumulative", 20): 3, ("cumulative", 1): 1}
+WAYS: Final = ("streamfold", "host")
+CASES: Final = [(stream, turn, way) for stream, turns in TURNS.items() for turn in range(turns) for way in WAYS]
+
+
+class Adapters:
+    """Both ways to one engine, warm: the first sample of each is not measured."""
+
+    def __init__(self, mode: str, per_event: int, url: str, *, tokens: int = TOKENS) -> None:
+        self.mode, self.per_event, self.tokens = mode, per_event, tokens
+        self._args: SimpleNamespace = arguments(url)
+        self._params = {"max_new_tokens": tokens, "temperature": 1.0}
+        self._client = httpx.AsyncClient(timeout=None, trust_env=False)
+        self._loop = asyncio.new_event_loop()
+        self._incremental = mode == "incremental"
+        self.first = {way: self.ask(way) for way in WAYS}
+
+    def ask(self, way: str) -> Sample:
+        """One sample."""
+        return self._loop.run_until_complete(self._ask(way))
+
+    async def _ask(self, way: str) -> Sample:
+        sample = Sample(prompt="x", tokens=list(PROMPT))
+        if way == "streamfold":
+            await generate_streaming(self._args, sample, self._params)
+        else:
+            url = f"http://{self._args.sglang_router_ip}:{self._args.sglang_router_port}/generate"
+            await generate_by_lines(self._client, url, sample, self._params, incremental=self._incremental)
+        return sample
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def adapters_of() -> Iterator[Callable[[str, int], Adapters]]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(installed())
+
+        @functools.cache
+        def made(mode: str, per_event: int) -> Adapters:
+            adapters = Adapters(mode, per_event, stack.enter_context(serving(mode, TOKENS, per_event)))
+            stack.callback(adapters.close)
+            return adapters
+
+        yield made
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+@pytest.mark.parametrize(("stream", "turn", "way"), CASES)
+def test_sample(
+    benchmark: BenchmarkFixture,
+    adapters_of: Callable[[str, int], Adapters],
+    stream: tuple[str, int],
+    turn: int,
+    way: str,
+) -> None:
+    mode, per_event = stream
+    adapters = adapters_of(mode, per_event)
+    benchmark.group = f"adapter, {mode}, events of {per_event}"
+    benchmark.extra_info.update(
+        adapter=True, way=way, turn=turn, mode=mode, per_event=per_event, tokens=adapters.tokens
+    )
+    sample = benchmark.pedantic(adapters.ask, args=(way,))
+    assert sample == adapters.first["host"]
