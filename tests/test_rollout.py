@@ -114,6 +114,20 @@ async def test_a_truncated_stream_goes_on_from_its_own_tokens_with_what_is_left_
     assert sample.metadata["text_joined"]
 
 
+async def test_a_response_cut_behind_three_quarters_of_its_budget_gets_the_last_quarter() -> None:
+    """areal-project/AReaL#858: tokens so far were compared with a budget lowered each round; the loop ended early."""
+    first, last = list(range(10, 22)), list(range(30, 34))
+    async with Replay() as server, Client(server.url) as client:
+        server.routes["/generate"] = answers(
+            stream(part(first, finish="abort"), DONE),
+            stream(part(last, prompt=3 + len(first), finish="length"), DONE),
+        )
+        sample = await completed(client, sample_of(max_new_tokens=16))
+        assert (sample.status, sample.tokens) == (Sample.Status.TRUNCATED, [*PROMPT, *first, *last])
+        budgets = [request.json["sampling_params"]["max_new_tokens"] for request in server.generates]
+        assert budgets == [16, 4]
+
+
 async def test_an_abort_that_nobody_here_asked_for_is_gone_on_with() -> None:
     aborted = stream(part([10], finish="abort"), DONE)
     queued = stream(part([], prompt=4, finish="abort"), DONE)
