@@ -5,7 +5,6 @@ from streamfold.call import Call
 from streamfold.client import Client, Running
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.limits import Limits, Timeouts
-from streamfold.sample import Sample, merge
 
 __all__ = [
     "Call",
@@ -18,10 +17,8 @@ __all__ = [
     "Limits",
     "Parser",
     "Running",
-    "Sample",
     "StreamTruncated",
     "StreamfoldError",
     "Timeouts",
     "__version__",
-    "merge",
 ]
