@@ -259,7 +259,7 @@ async def test_a_budget_of_zero_or_one_that_is_used_up_is_an_end_without_a_reque
 async def test_tokens_whose_top_p_arrays_were_lost_are_not_kept_but_counted() -> None:
     whole = stream(part([10, 11], finish="stop", top_p_token_ids=[10, 11, 12], top_p_token_offsets=[0, 1, 3]), DONE)
     async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url) as client:
-        sample = await completed(client, sample_of(custom_params={"return_top_p_token_ids": True}))
+        sample = await completed(client, sample_of(top_p=0.9, custom_params={"return_top_p_token_ids": True}))
     assert engine.generates[1].json["input_ids"] == PROMPT
     assert sample.tokens == [*PROMPT, 10, 11]
     assert sample.rollout_top_p_token_offsets is not None

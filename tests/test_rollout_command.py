@@ -342,3 +342,16 @@ def test_what_makes_no_sense_is_refused_in_one_line(options: tuple[str, ...], wo
     assert "Traceback" not in done.stderr
     assert examples.read_bytes() == before
     assert [path for path in tmp_path.iterdir() if path.stat().st_size] == []
+
+
+async def test_a_response_of_no_tokens_is_there_and_not_asked_for_again(tmp_path: Path) -> None:
+    """verl-project/verl-omni#497: an answer that stops at once is an answer."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text('{"input_ids": [5, 6, 7]}\n', encoding="utf-8")
+    async with Replay(stream(event([], 0, "stop"), DONE)) as engine:
+        for _ in range(2):
+            done = await rolled(engine, prompts, out)
+            assert done.returncode == 0, done.stderr
+            assert "1 of 1 samples are in" in done.stdout
+        assert len(engine.generates) == 1
+    assert [sample.status for sample in read_samples(out)] == [Sample.Status.COMPLETED]

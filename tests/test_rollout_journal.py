@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import resource
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pytest
 
+from streamfold import journal
 from streamfold.journal import Journal, Plan, read_samples
 from streamfold.sample import Sample
 
@@ -346,3 +348,30 @@ def test_arrays_that_have_vanished_are_an_error(prompts: Path, out: Path) -> Non
 def test_a_sample_of_no_plan_is_refused(prompts: Path, out: Path) -> None:
     with Journal(out, Plan(prompts, PARAMS)) as journal, pytest.raises(ValueError, match="no index"):
         journal.write(Sample(tokens=[1]))
+
+
+def test_a_run_that_starts_while_another_one_ends_writes_to_the_file_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    lock = fcntl.flock
+
+    def replaced_first(file: Any, how: int) -> None:
+        if path.read_bytes() == b"old":
+            (tmp_path / "new").write_bytes(b"new")
+            (tmp_path / "new").replace(path)
+        lock(file, how)
+
+    monkeypatch.setattr("streamfold.journal.fcntl.flock", replaced_first)
+    with journal._open(path) as file:
+        file.write(b"er")
+    assert path.read_bytes() == b"newer"
+
+
+@pytest.mark.parametrize("line", ['"metadata": "x"', '"restarted_tokens": "x"', '"metadata": {"lost_side_data": "x"}'])
+def test_notes_that_the_rollout_makes_itself_are_refused_by_line(line: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input_ids": [1], ' + line + "}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1"):
+        journal._read_prompt(prompts.read_bytes(), "line 1", None)

@@ -130,7 +130,7 @@ async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_han
         assert (response_of(sample), sample.status, sample.reward) == ([1, 2, 3], Status.COMPLETED, 1.0)
         assert len(server.generates) == 1
     assert len(rewards.asked) == 1
-    assert "ended" not in sample.metadata
+    assert "streamfold_ended" not in sample.metadata
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ async def test_an_abort_that_comes_with_the_last_token_ends_the_response_all_the
 
 
 async def test_the_note_of_a_finished_response_does_not_outlive_it(newer: None) -> None:
-    sample = partial(1, 2, metadata={"ended": {"at": 3, "as": "COMPLETED"}, "mine": 1})
+    sample = partial(1, 2, metadata={"streamfold_ended": {"at": 3, "as": "COMPLETED"}, "mine": 1})
     async with Replay(stream(event([3], 1, "abort", prompt_tokens=5), DONE)) as server:
         await ask(streaming(server), sample)
         assert len(server.generates) == 1

@@ -255,7 +255,7 @@ async def _roll(client: Client, run: Rollout, plan: Plan, journal: Journal) -> t
 
         def on_end(sample: Sample, error: Exception | None) -> None:
             nonlocal failed
-            if sample.response_length or sample.status is sample.Status.TRUNCATED:
+            if sample.response_length or sample.status in (sample.Status.COMPLETED, sample.Status.TRUNCATED):
                 journal.write(sample)
             if error is not None:
                 failed += 1

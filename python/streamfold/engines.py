@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ENGINES", "Sglang", "error_message", "is_stream", "quote", "refusal", "token_array"]
 
 _LARGEST_TOKEN = 2**31 - 1
+_ALL_TOKENS = 1 << 30  # a top_k that leaves every choice
 _LONGEST_QUOTE = 200  # characters of a reply that is no message; bytes of one that is no stream
 _LONGEST_MESSAGE = 2000
 
@@ -137,6 +138,24 @@ def _requests(load: object) -> int:
             if all(isinstance(count, int) for count in counts):
                 return sum(cast("list[int]", counts))
     raise EngineError(f"the engine's load is of an unknown shape: {_quote(load)}")
+
+
+def expects_top_p(params: Mapping[str, Any]) -> bool:
+    """Whether top-p ids are asked for, and something narrows the choice: otherwise the engine has none to send."""
+    custom = params.get("custom_params")
+    if not isinstance(custom, dict) or not custom.get("return_top_p_token_ids"):
+        return False
+    top_k = params.get("top_k") or -1
+    return (
+        _or(params.get("top_p"), 1) < 1
+        or 0 < top_k < _ALL_TOKENS
+        or _or(params.get("min_p"), 0) > 0
+        or params.get("temperature") == 0
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def token_array(input_ids: TokenIds) -> npt.NDArray[np.int32]:

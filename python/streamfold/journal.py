@@ -98,6 +98,10 @@ class Plan:
         return sum(not prompt.tokens for prompt in self._prompts)
 
 
+# What a rollout itself writes to a sample's metadata.
+_OWN_NOTES = frozenset({"sampling_params", "restarted_tokens", "lost_side_data", "text_joined"})
+
+
 def _read_prompt(line: bytes, place: str, encode: Encode | None) -> Sample:
     try:
         told = orjson.loads(line)
@@ -115,6 +119,10 @@ def _read_prompt(line: bytes, place: str, encode: Encode | None) -> Sample:
         if encode is None and not isinstance(prompt, str):
             raise ValueError(f"{place}: the messages of a chat need a tokenizer, whose template makes a prompt of them")
     metadata = told.pop("metadata", None) or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{place}: metadata must be an object")
+    if taken := sorted(_OWN_NOTES & (metadata.keys() | told.keys())):
+        raise ValueError(f"{place}: {', '.join(taken)} is a note of the rollout's own: name it otherwise")
     return Sample(
         prompt=prompt or "",
         tokens=ids or (encode(prompt) if encode else []),
@@ -325,13 +333,18 @@ def _sample(told: dict[str, Any], folder: Path) -> Sample:
 
 def _open(path: Path) -> FileIO:
     """Open a file for this process alone, to append to it."""
-    file = path.open("a+b", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    while True:
+        file = path.open("a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            opened = os.fstat(file.fileno())
+            # A run that was just ending may have put another file in its place before it let go of this one.
+            if path.exists() and os.path.samestat(opened, path.stat()):
+                return file
+        except OSError as error:
+            file.close()
+            raise OSError(f"{path} is being written by another run ({error.strerror})") from None
         file.close()
-        raise OSError(f"{path} is being written by another run ({error.strerror})") from None
-    return file
 
 
 def _append(file: FileIO, data: bytes) -> None:

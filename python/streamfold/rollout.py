@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from streamfold.engines import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.sample import Sample, merge
 
@@ -151,8 +152,7 @@ async def _ask(
 def _write(sample: Sample, generation: Generation, params: Mapping[str, Any]) -> None:
     more = len(generation.token_ids)
     cut = generation.finish_reason not in ("stop", "length")
-    custom = params.get("custom_params") or {}
-    if cut and more and generation.top_p is None and custom.get("return_top_p_token_ids"):
+    if cut and more and generation.top_p is None and expects_top_p(params):
         # They come with the terminal event alone, and tokens without them cannot be replayed.
         sample.metadata["lost_side_data"] = sample.metadata.get("lost_side_data", 0) + more
         sample.status = Sample.Status.ABORTED

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from streamfold._core import Experts
 from streamfold.client import Client
+from streamfold.engines import expects_top_p
 from streamfold.errors import EngineError
 from streamfold.limits import Limits, Slots, Timeouts
 from streamfold.sample import check_ready, merge, meta_info
@@ -61,9 +62,8 @@ log = logging.getLogger("streamfold")
 
 _SPANS_AT: Final = ("slime.observability.trace_utils", "slime.utils.trace_utils")  # newer and older releases
 _MOST_EXPERTS_IN_UINT8: Final = 256
-_ALL_TOKENS: Final = 1 << 30  # a top_k that leaves every choice
 _LOST: Final = "lost_side_data"
-_ENDED: Final = "ended"
+_ENDED: Final = "streamfold_ended"
 _NO_LIMIT: Final = ("none", "null", "")
 _UNSET: Final = object()
 
@@ -176,7 +176,7 @@ def _write(
     """
     count = len(generation.token_ids)
     ended = generation.finish_reason in ("stop", "length")
-    lacks_top_p = count > 0 and generation.top_p is None and _expects_top_p(params)
+    lacks_top_p = count > 0 and generation.top_p is None and expects_top_p(params)
     lacks_experts = ended and generation.routed_experts is None and _replays_experts(args)
     if lacks_top_p or lacks_experts:
         notes = _notes(sample)
@@ -194,7 +194,7 @@ def _write(
         skip = params.get("skip_special_tokens", True)
         text = tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=skip)
     merge(sample, generation, args, text=text)
-    if generation.finish_reason == "abort" and _has_stopped(generation, params, tokenizer):
+    if generation.finish_reason == "abort" and _has_stopped(sample, generation, params, tokenizer):
         _note_end(sample, "COMPLETED")
 
 
@@ -209,16 +209,18 @@ def _noted_end(sample: _Sample) -> str | None:
     if _ENDED not in notes:
         return None
     sample.metadata = {key: value for key, value in notes.items() if key != _ENDED}
-    status: str = notes[_ENDED]["as"]
-    return status if notes[_ENDED]["at"] == sample.response_length > 0 else None
+    noted: dict[str, Any] = notes[_ENDED]
+    status: str = noted["as"]
+    return status if noted["at"] == sample.response_length > 0 else None
 
 
-def _has_stopped(generation: Generation, params: Mapping[str, Any], tokenizer: _Tokenizer) -> bool:
+def _has_stopped(sample: _Sample, generation: Generation, params: Mapping[str, Any], tokenizer: _Tokenizer) -> bool:
     """Whether the last token would have ended the response. An engine that aborts a request does not look."""
     if not len(generation.token_ids):
         return False
     stops = params.get("stop") or ()
-    if any(stop in (generation.text or "") for stop in ([stops] if isinstance(stops, str) else stops)):
+    # In the whole response: a stop string may begin before the last cut.
+    if any(stop and stop in sample.response for stop in ([stops] if isinstance(stops, str) else stops)):
         return True
     ends = {getattr(tokenizer, "eos_token_id", None), *(params.get("stop_token_ids") or ())}
     return not params.get("ignore_eos") and int(generation.token_ids[-1]) in ends
@@ -234,7 +236,7 @@ def _check(args: _Args, sample: _Sample, params: Mapping[str, Any]) -> None:
     if getattr(args, "ci_test", False) and not isinstance(sample.prompt, str):
         raise ValueError(f"with ci_test the prompt must be a str, not {type(sample.prompt).__name__}")
     check_ready(sample)
-    if sample.response_length and _expects_top_p(params) != (
+    if sample.response_length and expects_top_p(params) != (
         getattr(sample, "rollout_top_p_token_offsets", None) is not None
     ):
         raise ValueError("a part of the response has top-p ids and the rest would not: ask for them always, or never")
@@ -286,24 +288,6 @@ def _router(args: _Args, sample: _Sample) -> str:
     else:
         host, port = args.sglang_router_ip, args.sglang_router_port
     return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
-
-
-def _expects_top_p(params: Mapping[str, Any]) -> bool:
-    """Whether top-p ids are asked for, and something narrows the choice: otherwise the engine has none to send."""
-    custom = params.get("custom_params")
-    if not isinstance(custom, dict) or not custom.get("return_top_p_token_ids"):
-        return False
-    top_k = params.get("top_k") or -1
-    return (
-        _or(params.get("top_p"), 1) < 1
-        or 0 < top_k < _ALL_TOKENS
-        or _or(params.get("min_p"), 0) > 0
-        or params.get("temperature") == 0
-    )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _replays_experts(args: _Args) -> bool:
