@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from leftovers import open_files
 from replay import (
     END,
     HANG,
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 BOTH_LOOPS = True
 
 UNLIMITED = httpx.Limits(max_connections=None)
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_an_abort_never_closes_a_connection_that_another_call_has_taken_over() -> None:
@@ -114,12 +110,12 @@ async def test_a_cancelled_question_for_the_load_leaves_no_socket() -> None:
         async with Client(server.url) as client:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(client.load(), 0.05)
-            before = descriptors()
+            before = open_files()
             for number in range(40):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(client.load(), number % 4 / 1000)
         await until(lambda: server.open == 0)
-        assert descriptors() <= before
+        assert open_files() <= before
 
 
 async def test_a_cutter_that_is_cancelled_still_closes() -> None:

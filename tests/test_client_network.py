@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from replay import DONE, HANG, PROMPT, RST, Replay, Step, chunk, events, head, stream, until
-from streamfold import Client, EngineError, EngineTimeout, Parser, StreamTruncated, Timeouts
+from streamfold import Client, EngineError, EngineTimeout, Parser, Retries, StreamTruncated, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -131,6 +131,7 @@ async def test_an_engine_with_an_unknown_certificate_is_not_spoken_to() -> None:
         with pytest.raises(EngineError, match="certificate") as refused:
             await client.generate(PROMPT, {})
         assert refused.value.status is None
+        assert not refused.value.retryable, "it will not be known later either"
         assert server.requests == []
 
 
@@ -195,7 +196,8 @@ async def test_a_call_on_a_transport_that_shows_no_stream_is_ended_all_the_same(
     before = asyncio.all_tasks()
     transport = Blind(Trickle(ends=False), answers=answers)
     timeouts = Timeouts(first_token=0.2, next_token=0.2) if how == "time-out" else Timeouts()
-    async with Client("http://engine", transport=transport, timeouts=timeouts) as client:
+    once = Retries(tries=1)
+    async with Client("http://engine", transport=transport, timeouts=timeouts, retries=once) as client:
         call = client.start(PROMPT, {})
         await until(lambda: transport.paths and call.token_count == 2 * answers)
         if how == "abort":
@@ -272,18 +274,39 @@ async def test_a_connection_that_breaks_is_a_truncated_stream_however_the_transp
     assert cut.value.partial.token_ids.tolist() == [1]
 
 
-async def test_a_fault_of_a_transport_reaches_who_awaits_the_call() -> None:
-    class Broken(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            raise ZeroDivisionError("mine")
+class Faulty(Blind):
+    """A transport with a fault of its own, before the headers or after two events."""
 
-    async with Client("http://engine", transport=Broken()) as client:
+    def __init__(self, *, answers: bool) -> None:
+        super().__init__(FaultyBody(ends=False), answers=answers)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/generate" and not self.answers:
+            self.paths.append(request.url.path)
+            raise ZeroDivisionError("mine")
+        return await super().handle_async_request(request)
+
+
+class FaultyBody(Trickle):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for payload in events(2, finish=None):
+            yield payload
+        raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["mid-stream", "before headers"])
+async def test_a_fault_of_a_transport_is_an_engine_error_that_names_it_and_is_not_tried_again(*, answers: bool) -> None:
+    transport = Faulty(answers=answers)
+    async with Client("http://engine", transport=transport) as client:
         call = client.start(PROMPT, {})
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError, match="mine"):
+            with pytest.raises(EngineError, match=r"ZeroDivisionError\('mine'\)") as failed:
                 await call
-        assert len((await call.abort()).token_ids) == 0
+            assert isinstance(failed.value.__cause__, ZeroDivisionError)
+            assert not failed.value.retryable
+        assert (await call.abort()).token_ids.tolist() == [1, 2][: 2 * answers]
         assert client.running == []
+    assert transport.paths.count("/generate") == 1
 
 
 # Processes (delta-io/delta-rs#2744, huggingface/tokenizers#187).

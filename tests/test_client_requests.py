@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from replay import (
     event,
     stream,
 )
-from streamfold import Client, Experts
+from streamfold import Client, DecodeError, Experts, Retries
 
 BOTH_LOOPS = True
 
@@ -196,3 +196,44 @@ async def test_the_path_of_the_base_url_comes_before_each_request_once(path: str
             f"{base}/workers",
             f"{base}/v1/loads?include=core",
         ]
+
+
+@pytest.mark.parametrize("clamped", ["raise", "keep"])
+async def test_a_clamped_logprob_is_an_error_or_kept_and_counted_as_the_client_is_told(
+    clamped: Literal["raise", "keep"],
+) -> None:
+    whole = event([1], 1, "stop").replace(b"-0.125", b"-9999.0")
+    async with Replay(stream(whole, DONE)) as server, Client(server.url, clamped=clamped) as client:
+        if clamped == "keep":
+            generation = await client.generate(PROMPT, {})
+            assert generation.clamped_logprobs == 1
+            assert generation.logprobs is not None
+            assert generation.logprobs.tolist() == [-9999.0]
+        else:
+            with pytest.raises(DecodeError) as damaged:
+                await client.generate(PROMPT, {})
+            assert damaged.value.kind == "logprob"
+        assert len(server.generates) == 1
+
+
+def test_what_a_client_was_made_with_can_be_read_and_not_changed() -> None:
+    class Words:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            return f"{ids} {skip_special_tokens}"
+
+    words, policy = Words(), Retries(tries=3)
+    client = Client("engine:1/", tokenizer=words, retries=policy)
+    assert client.tokenizer is words
+    assert client.retries is policy
+    assert client.base_url == "http://engine:1"
+    for name in ("tokenizer", "retries", "base_url", "running"):
+        with pytest.raises(AttributeError):
+            setattr(client, name, None)
+    usual = Client("engine:1")
+    assert usual.tokenizer is None
+    assert usual.retries == Retries() == Retries(tries=60, first=0.5, longest=10.0, jitter=0.5)
+
+
+def test_an_unknown_way_to_treat_clamped_logprobs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"raise.*keep"):
+        Client("engine:1", clamped="drop")  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import socket
 import threading
@@ -13,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replay import DONE, END, HANG, LAST_CHUNK, PROMPT, Replay, Request, Step, chunk, event, events, head, stream, until
-from streamfold import Client, EngineTimeout, Timeouts
+from streamfold import Client, EngineTimeout, Retries, Timeouts
+from unreachable import first_bytes, full_house
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BOTH_LOOPS = True
 
+ONCE = Retries(tries=1)
 PING = chunk(b": ping\n\n")
 
 
 async def timed_out(server: Replay, timeouts: Timeouts) -> EngineTimeout:
-    async with Client(server.url, timeouts=timeouts) as client:
+    async with Client(server.url, timeouts=timeouts, retries=ONCE) as client:
         call = client.start(PROMPT, {})
         with pytest.raises(EngineTimeout) as raised:
             await asyncio.wait_for(call, 20)
@@ -139,39 +140,9 @@ async def test_an_answer_that_ends_while_its_time_out_is_dealt_with_is_a_success
             assert (await client.generate(PROMPT, {})).token_ids.tolist() == [1, 2]
 
 
-@contextlib.contextmanager
-def full_house() -> Iterator[tuple[socket.socket, str]]:
-    """A server that takes no more connections: its queue is full, so a connect hangs until somebody accepts."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        address = server.getsockname()
-        for _ in range(16):
-            guest = stack.enter_context(socket.socket())
-            guest.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                guest.connect(address)
-        yield server, f"http://127.0.0.1:{address[1]}"
-
-
-def first_bytes(server: socket.socket) -> list[bytes]:
-    """What each of the queued connections sends once it is accepted."""
-    server.settimeout(0.5)
-    received = []
-    with contextlib.suppress(TimeoutError):
-        while True:
-            guest, _ = server.accept()
-            with guest:
-                guest.settimeout(0.2)
-                try:
-                    received.append(guest.recv(1000))
-                except (TimeoutError, ConnectionError):
-                    received.append(b"")
-    return received
-
-
 async def test_a_connection_is_not_waited_for_longer_than_told_and_nothing_is_sent() -> None:
     with full_house() as (server, url):
-        async with Client(url, timeouts=Timeouts(connect=0.3)) as client:
+        async with Client(url, timeouts=Timeouts(connect=0.3), retries=ONCE) as client:
             with pytest.raises(EngineTimeout) as raised:
                 await asyncio.wait_for(client.generate(PROMPT, {}), 20)
             assert raised.value.phase == "connect"

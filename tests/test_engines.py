@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import email.utils
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from streamfold import EngineError, Experts
-from streamfold.engines import Sglang, error_message, token_array
+from streamfold.engines import Sglang, error_message, retry_after, token_array
 from streamfold.urls import base_url
 
 ENGINE = Sglang()
@@ -99,6 +102,18 @@ def test_the_budget_is_read_from_max_new_tokens(params: dict[str, Any], budget: 
 def test_a_budget_or_a_number_of_answers_that_makes_no_sense_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(params))):
         ENGINE.budget(params)
+
+
+@pytest.mark.parametrize(("old", "new"), [("a", "b"), ('say "a"', "é\n"), ("", "f" * 32)])
+def test_another_request_id_takes_the_place_of_the_first_and_the_rest_stays_byte_for_byte(old: str, new: str) -> None:
+    extra = {"text": f'{{"rid":"{old}"}}'}
+    asked = payload({"stop": [old]}, input_ids=None, rid=old, extra=extra)
+    body = orjson.dumps(asked)
+    renamed = ENGINE.rename(body, old, new)
+    assert orjson.loads(renamed) == {**asked, "rid": new}
+    assert ENGINE.rename(renamed, new, old) == body
+    with pytest.raises(ValueError, match="not the request"):
+        ENGINE.rename(body, new, old)
 
 
 # Token ids.
@@ -262,3 +277,39 @@ def test_a_load_of_unknown_shape_is_an_error_and_not_idle(reply: Any) -> None:
 )
 def test_workers_are_read_from_a_routers_reply_and_from_nothing_else(reply: Any, workers: list[str]) -> None:
     assert ENGINE.read_workers(reply) == workers
+
+
+DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after": " 0 "}, 0.0),
+        ({"retry-after": "1.5"}, 1.5),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:30 GMT", "date": DATE}, 30.0),
+        ({"retry-after": "Wednesday, 21-Oct-15 07:28:30 GMT", "date": DATE}, 30.0),
+        ({"retry-after": "Wed Oct 21 07:28:30 2015", "date": DATE}, 30.0),
+        ({"retry-after": "Wed, 21 Oct 2015 07:27:00 GMT", "date": DATE}, 0.0),
+        ({"retry-after": DATE}, 0.0),
+        ({}, None),
+        *[({"retry-after": text}, None) for text in ("", "soon", "-1", "1e5", "nan", "inf", "1" * 10, "1, 2", "Wed,")],
+        *[({"retry-after": text}, None) for text in ("Wed, 99 Oct 2015 07:28:00 GMT", "21 Oct 99999 07:28:00 GMT")],
+    ],
+)
+def test_a_wish_to_be_asked_later_is_read_in_seconds_or_as_a_date_by_the_servers_own_clock(
+    headers: dict[str, str], seconds: float | None
+) -> None:
+    assert retry_after(headers) == seconds
+
+
+def test_a_date_without_the_servers_clock_is_measured_by_ours() -> None:
+    soon = email.utils.format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100))
+    seconds = retry_after({"retry-after": soon})
+    assert seconds is not None
+    assert 90 < seconds <= 100
+
+
+def test_the_abort_of_all_names_no_request() -> None:
+    assert ENGINE.abort_all() == ("/abort_request", {"abort_all": True})

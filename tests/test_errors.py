@@ -13,6 +13,7 @@ ERRORS = [
     DecodeError("bad", kind="length", offset=7, path="meta_info.x", partial=PARTIAL),
     StreamTruncated("cut", partial=PARTIAL),
     EngineError("full", status=503, partial=PARTIAL),
+    EngineError("slow down", status=429, retry_after=7.0, partial=PARTIAL),
     EngineError("unreachable", retryable=True, partial=PARTIAL),
     EngineTimeout("slow", phase="next_token", partial=PARTIAL),
 ]
@@ -58,6 +59,11 @@ def test_a_refusal_is_worth_another_try_if_the_engine_was_busy_or_broke(status: 
     assert error.retryable is retryable
     assert error.message == "no"
     assert str(error) == ("no" if status is None else f"no (status {status})")
+
+
+def test_an_engine_that_does_not_say_when_to_come_back_has_said_nothing() -> None:
+    assert EngineError("no", status=503).retry_after is None
+    assert EngineError("no", status=503, retry_after=0.0).retry_after == 0.0
 
 
 def test_an_error_outside_a_call_has_no_partial() -> None:

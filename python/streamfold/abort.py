@@ -1,4 +1,4 @@
-"""The requests beside the streams: tell the engines to end a request, ask for their load, find them behind a router.
+"""The requests beside the streams: tell engines to end one request or all, ask for their load, find them.
 
 They have a small pool of their own, so that an abort never queues behind the streams it is to end.
 """
@@ -36,6 +36,8 @@ _LONGEST_REPLY = 1 << 20
 _REPEAT_AFTER = 0.075  # an engine forgets an abort that comes before its request is in
 _WORKERS_LAST = 10.0  # routers gain and lose workers
 _FAILURE_LASTS = 1.0
+_SWEEP_AGAIN = 0.25  # seconds between two sweeps of a server abort
+_FAILURES = 2  # in a row, after which a worker counts as gone
 
 
 class Control:
@@ -60,6 +62,7 @@ class Control:
         self._search_again = 0.0
         self._known = [base]
         self._reported: set[str] = set()
+        self._closed = False
 
     def tell(self, rid: str, *, ended: asyncio.Future[None], begun: bool) -> asyncio.Task[None]:
         """Tell every worker to end ``rid``; done when all have answered. Failures are logged.
@@ -77,14 +80,34 @@ class Control:
         """
         return await asyncio.shield(self._keep(self._load()))
 
-    async def workers(self) -> list[str]:
+    async def abort_all(self, seconds: float) -> bool:
+        """End every request of every worker, anybody's, until all are idle, or so many seconds have passed.
+
+        Returns:
+            Whether all workers that answer are idle. What is wrong with one of them is logged.
+        """
+        until = self._loop.time() + seconds
+        search = self._keep(self.workers(anew=True))
+        await asyncio.wait({search}, timeout=seconds)
+        workers = search.result() if search.done() else self._known
+        stop: asyncio.Future[None] = self._loop.create_future()
+        sweeps = [self._keep(self._empty(worker, stop)) for worker in workers]
+        try:
+            await asyncio.wait(sweeps, timeout=until - self._loop.time())
+        finally:
+            stop.set_result(None)
+            await asyncio.wait(sweeps)  # an abort of all that came late would end what is started next
+        return all(sweep.result() for sweep in sweeps)
+
+    async def workers(self, *, anew: bool = False) -> list[str]:
         """Base URLs of the engines: what a router lists, otherwise the base URL itself. Asked now and then."""
-        if self._search is None or (self._search.done() and self._loop.time() >= self._search_again):
+        if self._search is None or (self._search.done() and (anew or self._loop.time() >= self._search_again)):
             self._search = self._keep(self._find_workers())
         return await asyncio.shield(self._search)
 
     async def aclose(self) -> None:
         """Wait for the requests that are under way, but not for all that queue up before a worker that hangs."""
+        self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_SECONDS)
         while self._tasks:
@@ -112,6 +135,32 @@ class Control:
                 self._reported.add(worker)
                 log.warning("could not abort at %s, its requests may run on: %s", worker, error)
 
+    async def _empty(self, worker: str, stop: asyncio.Future[None]) -> bool:
+        """Sweep a worker until it is seen idle twice: a request that was just coming in may not have been counted.
+
+        False if it answers and may not be idle. Nothing is sent once ``stop`` is done.
+        """
+        path, body = self._engine.abort_all()
+        failures = idle = 0
+        while not (stop.done() or self._closed):
+            answers = False
+            try:
+                await self._ask("POST", worker, path, body, stop)
+                answers = True
+                load = await self._load_of(worker, stop)
+            except EngineError as error:
+                failures, idle = failures + 1, 0
+                if (failures >= _FAILURES or not error.retryable) and not stop.done():
+                    log.warning("gave up the abort of all requests at %s, some may run on: %s", worker, error)
+                    return not answers and error.status is None
+            else:
+                failures, idle = 0, 0 if load else idle + 1
+                if idle > 1:
+                    return True
+            await asyncio.wait({stop}, timeout=_REPEAT_AFTER if idle else _SWEEP_AGAIN)
+        log.warning("%s was not seen idle in time after the abort of all its requests", worker)
+        return False
+
     async def _load(self) -> int:
         asked = [self._load_of(worker) for worker in await self.workers()]
         loads = await asyncio.gather(*asked, return_exceptions=True)  # all of them end, whichever fails
@@ -120,8 +169,8 @@ class Control:
                 raise load
         return sum(cast("list[int]", loads))
 
-    async def _load_of(self, worker: str) -> int:
-        body = await self._ask("GET", worker, self._engine.load_path)
+    async def _load_of(self, worker: str, stop: asyncio.Future[None] | None = None) -> int:
+        body = await self._ask("GET", worker, self._engine.load_path, stop=stop)
         try:
             return self._engine.read_load(orjson.loads(body))
         except orjson.JSONDecodeError as error:
@@ -151,17 +200,32 @@ class Control:
             log.warning("the router lists a worker that cannot be spoken to: %s", error)
             return None
 
-    async def _ask(self, method: str, base: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def _ask(
+        self,
+        method: str,
+        base: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        stop: asyncio.Future[None] | None = None,
+    ) -> bytes:
         """Send one small request and give the reply's body.
 
         Raises:
-            EngineError: no reply in time, or one with a status of 300 or more.
+            EngineError: no reply in time or before ``stop`` was done, or one with a status of 300 or more.
         """
         url = base + path
         slots = self._slots[base]
-        if not await slots.wait(slots.request()):
-            raise EngineError(f"{url} was not asked, as the client is being closed")
+        place = slots.request()
         connection = Connection(self._transport)
+
+        def end(_: asyncio.Future[None]) -> None:
+            slots.leave(place)
+            connection.close_soon()
+
+        if stop is not None:
+            stop.add_done_callback(end)
+        if not await slots.wait(place):
+            raise EngineError(f"{url} was not asked, as the client is being closed or the time is over")
         deadline = Deadline(connection.close_soon)
         deadline.set(_SECONDS)
         reply = bytearray()
@@ -188,6 +252,8 @@ class Control:
         finally:
             deadline.set(None)
             slots.release()
+            if stop is not None:
+                stop.remove_done_callback(end)
         if connection.stopped:
             raise EngineError(f"the reply from {url} did not end within {_SECONDS:g} s", retryable=True)
         if response.status_code >= 300:

@@ -1,128 +1,148 @@
-"""One request, from its start to its Generation, however it ends."""
+"""A call, from its start to its Generation: one try after the other, until a token comes or there is no hope."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import math
-from typing import TYPE_CHECKING, Literal
+import uuid
+from typing import TYPE_CHECKING
 
-import httpx
-
-from streamfold.connection import Connection, Stopped
-from streamfold.engines import is_stream, refusal
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.limits import Deadline, check_seconds
+from streamfold.limits import check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
 
-    from streamfold._core import Generation, Parser
-    from streamfold.abort import Control
-    from streamfold.limits import Slots, Timeouts
+    import httpx
 
-__all__ = ["Call"]
+    from streamfold._core import Generation
+    from streamfold.attempt import Attempt
+    from streamfold.limits import Retries, Slots
 
-# After the terminal event the body is read to its end, so that a clean end never looks like a client that left.
-_REST_SECONDS = 1.0
-_REST_BYTES = 1 << 16
-_TELL_SECONDS = 1.0  # how long an abort waits for the engine's word before it closes the socket ...
-_HASTE_SECONDS = 0.1  # ... and in haste: engines that see the socket close first may let the request run on
+__all__ = ["Call", "RetryLog"]
 
-_BROKEN = (httpx.TransportError, OSError)  # httpx lets some errors of TLS through, and transports may be anybody's
+log = logging.getLogger("streamfold")
 
-_Phase = Literal["first_token", "next_token", "rest"]
+_LOOK_SECONDS = 0.5  # how often a pause looks whether the host is aborting
+_WARN_SECONDS = 60.0
 
 
 class Call:
-    """One request that runs. Await it for its :class:`Generation`, as often and from as many tasks as you like.
+    """One generation that is asked for. Await it for its result, as often and from as many tasks as you like.
 
     Cancelling a task that awaits it aborts the call, as :meth:`abort` does; the task goes on with the
     ``CancelledError`` when the call has ended. Cancelling that task again ends the drain.
 
+    While no token has come, a failure that may pass leads to another try after a pause: see ``Retries``.
+
     Made by :meth:`Client.start`.
     """
 
-    # One task, the pump, alone touches the response and the parser. It is never cancelled: whatever ends the call
-    # early says so in `_cut` and closes the connection under it.
+    # One task, the pump, makes the tries. It is never cancelled: whatever ends the call early resolves `_aborted`, and
+    # whatever the pump waits for ends then.
 
     def __init__(
         self,
         rid: str,
-        parser: Parser,
+        attempt: Callable[[str], Attempt],
         *,
-        transport: httpx.AsyncBaseTransport,
-        control: Control,
+        retries: Retries,
         slots: Slots,
-        timeouts: Timeouts,
-        drains: bool,
-        on_end: Callable[[Call], object],
+        calls: dict[str, Call],
+        drain: float,
+        host_aborts: Callable[[], bool] | None,
+        retry_log: RetryLog,
     ) -> None:
-        self._rid = rid
-        self._parser = parser
-        self._control = control
+        self._make_attempt = attempt
+        self._attempt = attempt(rid)
+        self._tries = 0
+        self._retries = retries
         self._slots = slots
-        self._timeouts = timeouts
-        self._drains = drains
-        self._on_end = on_end
+        self._calls = calls
+        self._drain = drain
+        self._host_aborts = host_aborts
+        self._retry_log = retry_log
         self._loop = loop = asyncio.get_running_loop()
 
         self.ended: asyncio.Future[Generation] = loop.create_future()  # what was kept, after a failure too
+        self._aborted: asyncio.Future[None] = loop.create_future()
+        self.started = loop.time()
         self._error: BaseException | None = None
-        self._started = loop.time()
-        self._sent_at = math.inf
         self._ended_at = math.inf
 
-        self._connection = Connection(transport, on_sent=self._on_sent)
-        self._engine_busy = False  # whether the engine may be working on it, for all that we know
-        self._engine_done: asyncio.Future[None] = loop.create_future()
-        self._over: asyncio.Future[None] = loop.create_future()  # nothing more will be read
-        self._rest_bytes = 0
-        self._deaf = False  # the parser has failed; the connection is being closed
+    def run(self, request: Callable[[str], httpx.Request]) -> asyncio.Task[None]:
+        """Queue up for a slot and begin; the pump, which ends when everything is tidied up.
 
-        self._cut = False
-        self._cutter: asyncio.Task[None] | None = None
-        self._haste: asyncio.Future[None] = loop.create_future()
-
-        self._phase: _Phase = "first_token"
-        self._deadline = Deadline(self._expired)
-
-    def run(self, request: httpx.Request) -> asyncio.Task[None]:
-        """Queue up for a slot and begin; the pump, which ends when everything is tidied up."""
+        Args:
+            request: makes the request with that id.
+        """
+        self._calls[self.rid] = self
         self._place = self._slots.request()
-        pump = self._loop.create_task(self._pump(request), name=f"streamfold {self._rid}")
+        pump = self._loop.create_task(self._pump(request), name=f"streamfold {self.rid}")
         pump.add_done_callback(self._after_pump)
         return pump
 
     def answer(self, generation: Generation) -> None:
         """End at once with ``generation``: there is nothing to ask the engine for."""
-        self._ended_at = self._started
+        self._ended_at = self.started
         self.ended.set_result(generation)
+
+    # What it is doing.
 
     @property
     def rid(self) -> str:
-        """The request id that the engine knows it by."""
-        return self._rid
+        """The request id that the engine knows it by. Each try has another one."""
+        return self._attempt.rid
+
+    @property
+    def tries(self) -> int:
+        """How many tries have begun; 0 while it waits for its first slot."""
+        return self._tries
 
     @property
     def token_count(self) -> int:
         """Tokens received so far."""
-        return len(self.ended.result().token_ids) if self.ended.done() else self._parser.token_count
+        return len(self.ended.result().token_ids) if self.ended.done() else self._attempt.token_count
 
     @property
     def age(self) -> float:
-        """Seconds since the start, the wait for a slot included; stands still once the call has ended."""
-        return min(self._loop.time(), self._ended_at) - self._started
+        """Seconds since the start, waits for a slot and pauses included; stands still once the call has ended."""
+        return self._now - self.started
 
     @property
     def rate(self) -> float:
-        """Tokens per second since the request was sent; 0.0 before the first token."""
-        seconds = min(self._loop.time(), self._ended_at) - self._sent_at
+        """Tokens per second since the request of the current try was sent; 0.0 before the first token."""
+        seconds = self._now - self._attempt.sent_at
         return self.token_count / seconds if seconds > 0 else 0.0
 
+    @property
+    def first_token(self) -> float | None:
+        """Seconds from the sending of the request to the first token; None before it."""
+        attempt = self._attempt
+        return attempt.first_token_at - attempt.sent_at if attempt.first_token_at < math.inf else None
+
+    @property
+    def last_event(self) -> float | None:
+        """Seconds since the last event that brought a token; None before it. Stands still once the call has ended."""
+        last = self._attempt.last_token_at
+        return max(0.0, self._now - last) if last < math.inf else None
+
+    @property
+    def _now(self) -> float:
+        return min(self._loop.time(), self._ended_at)
+
     def __repr__(self) -> str:
-        state = (self._error or self.ended.result().finish_reason or "cut") if self.ended.done() else "running"
-        return f"<Call {self._rid}: {self.token_count} tokens, {state}>"
+        state: object
+        if self.ended.done():
+            state = self._error or self.ended.result().finish_reason or "cut"
+        elif self._tries > 1:
+            state = f"running, try {self._tries}"
+        else:
+            state = "running" if self._tries else "waiting for a slot"
+        return f"<Call {self.rid}: {self.token_count} tokens, {state}>"
+
+    # Its end, waited for or brought about.
 
     def __await__(self) -> Generator[object, None, Generation]:
         return self._result().__await__()
@@ -131,7 +151,7 @@ class Call:
         """End the call and give what has arrived. After its end: give what there was. Safe to call from anywhere.
 
         The engine is told first; the socket is closed when it has answered, or after a second. A second abort ends
-        the drain.
+        the drain. No request leaves afterwards, and a pause between two tries ends at once.
 
         Args:
             drain: seconds to go on reading for the terminal event, which alone carries side data (routed experts,
@@ -149,18 +169,21 @@ class Call:
         """Begin what :meth:`abort` does, and do not wait for it."""
         if drain is not None:
             check_seconds("drain", drain, optional=False)
-        if self._cut:
-            if not self._haste.done():
-                self._haste.set_result(None)
-        elif drain is not None:
-            self._end_early(None, drain)
-        else:
-            self._end_early(None, self._timeouts.drain if self._drains else 0.0)
+        if self.ended.done():
+            return
+        if self._aborted.done():
+            self._attempt.hasten()
+            return
+        self._aborted.set_result(None)
+        self._slots.leave(self._place)
+        self._attempt.cut(self._drain if drain is None else drain)
+        if self._attempt.opening:
+            self._settle()  # the pump has to wait for the connection to open or fail; nobody else has to
 
     @property
     def aborting(self) -> bool:
-        """Whether something is ending the call early, or has."""
-        return self._cut
+        """Whether it is being aborted, or has been."""
+        return self._aborted.done()
 
     @staticmethod
     async def wait(calls: Collection[Call]) -> None:
@@ -184,191 +207,118 @@ class Call:
 
     # The pump.
 
-    async def _pump(self, request: httpx.Request) -> None:
+    async def _pump(self, request: Callable[[str], httpx.Request]) -> None:
         try:
-            if await self._slots.wait(self._place):
-                try:
-                    await self._exchange(request)
-                finally:
-                    self._slots.release()
-        except Stopped:
-            pass
-        except Exception as error:  # noqa: BLE001  # ours or a transport's: it belongs to those who await the call
-            self._fail(error)
+            while await self._try(request):
+                self._place = self._slots.request()
+        except Exception as error:  # noqa: BLE001  # it belongs to those who await the call
+            self._attempt.fail(error)
         except BaseException as error:  # somebody tears the loop down, or a panic
-            self._fail(StreamfoldError(f"the call broke off: {error!r}"))
+            self._attempt.fail(StreamfoldError(f"the call broke off: {error!r}"))
             raise
         finally:
-            self._over.set_result(None)
-            self._deadline.set(None)
             try:
-                if self._cutter is not None:
-                    await asyncio.wait({self._cutter})
+                await self._attempt.finish()
             finally:
                 self._settle()
 
+    async def _try(self, request: Callable[[str], httpx.Request]) -> bool:
+        """One try, from the queue for a slot to the end of the pause after it; whether another one follows."""
+        if not await self._slots.wait(self._place):
+            return False
+        try:
+            if self._is_aborted():
+                return False
+            if self._tries:
+                self._renew()
+            self._tries += 1
+            await self._attempt.run(request(self.rid), self._is_aborted)
+        finally:
+            self._slots.release()
+        await self._attempt.finish()
+        error = self._attempt.error
+        if not self._may_try_again(error) or self._is_aborted():
+            return False
+        pause = self._retries.pause(self._tries, getattr(error, "retry_after", None))
+        self._retry_log.add(self, error, pause)
+        await self._rest(pause)
+        return not self._is_aborted()
+
+    def _may_try_again(self, error: BaseException | None) -> bool:
+        if self._tries >= self._retries.tries or self._attempt.token_count:
+            return False
+        if isinstance(error, EngineError):
+            return error.retryable
+        return isinstance(error, (StreamTruncated, EngineTimeout))
+
+    def _renew(self) -> None:
+        """Take another request id: the engine may still be clearing the last one away."""
+        del self._calls[self.rid]
+        self._attempt = self._make_attempt(uuid.uuid4().hex)
+        self._calls[self.rid] = self
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait so long, or until somebody aborts."""
+        until = self._loop.time() + seconds
+        while (left := until - self._loop.time()) > 0 and not self._is_aborted():
+            await asyncio.wait({self._aborted}, timeout=min(left, _LOOK_SECONDS) if self._host_aborts else left)
+
+    def _is_aborted(self) -> bool:
+        """Whether no request may leave any more. A host that is aborting has aborted this call too."""
+        if self._host_aborts is not None and not self._aborted.done() and not self.ended.done() and self._host_aborts():
+            self.abort_soon()
+        return self._aborted.done()
+
     def _after_pump(self, _pump: asyncio.Task[None]) -> None:
         """End a call whose pump was cancelled before its first step: a loop that is torn down does that."""
-        if self._over.done():
+        if self.ended.done():
             return
-        self._cut = True
-        self._over.set_result(None)
+        if not self._aborted.done():
+            self._aborted.set_result(None)
         if self._place.done() and self._place.result():
             self._slots.release()
-        elif not self._place.done():
-            self._place.set_result(False)
+        self._slots.leave(self._place)
         self._settle()
-
-    async def _exchange(self, request: httpx.Request) -> None:
-        url = request.url
-        try:
-            response = await self._connection.send(request)
-        except httpx.ConnectTimeout as error:
-            raise EngineTimeout(
-                f"{url} took no connection within {self._timeouts.connect} s (Timeouts.connect)", phase="connect"
-            ) from error
-        except _BROKEN as error:
-            raise EngineError(
-                f"no reply from {url}: {str(error) or type(error).__name__}",
-                retryable=not isinstance(error, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)),
-            ) from error
-        if not is_stream(response):
-            raise await self._refusal(response)
-        broken: Exception | None = None
-        try:
-            await self._connection.read(response, self._take_in)
-        except _BROKEN as error:
-            broken = error
-        else:
-            if self._error is not None and not self._cut:
-                self._engine_busy = False  # it said no, and ended the body properly
-        try:
-            self._parser.close(aborted=self._cut)
-        except StreamTruncated as error:
-            raise error from broken
-
-    def _take_in(self, chunk: bytes) -> None:
-        """Fold the next bytes of the body in."""
-        if self._phase == "rest":
-            self._rest_bytes += len(chunk)
-            if self._rest_bytes > _REST_BYTES:
-                self._end_rest()
-        if self._deaf:
-            return
-        try:
-            arrived = self._parser.feed(chunk)
-        except StreamfoldError as error:
-            self._deaf = True
-            if self._cut:  # an abort keeps what was good, and has no use for the rest
-                self._connection.close_soon()
-            elif isinstance(error, EngineError):  # its last word, after which the body should end
-                self._error = error
-                self._wait_for("rest", _REST_SECONDS)
-            else:
-                self._fail(error)
-            return
-        if self._parser.finished and not self._engine_done.done():
-            self._engine_busy = False
-            self._engine_done.set_result(None)
-            self._wait_for("rest", _REST_SECONDS)
-        elif arrived:
-            self._wait_for("next_token", self._timeouts.next_token)
-
-    async def _refusal(self, response: httpx.Response) -> EngineError:
-        """Read the reply that is no stream; the error that it amounts to."""
-        self._engine_busy = response.status_code == 200
-        body = bytearray()
-
-        def take(chunk: bytes) -> None:
-            body.extend(chunk)
-            if len(body) > _REST_BYTES:
-                self._end_rest()
-
-        self._wait_for("rest", _REST_SECONDS)
-        with contextlib.suppress(*_BROKEN):  # what has come of it tells enough
-            await self._connection.read(response, take)
-        return refusal(response, bytes(body))
 
     def _settle(self) -> None:
         """The one place where a call ends."""
         if self.ended.done():
             return
-        generation = self._parser.take()
-        if isinstance(self._error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
-            self._error = None  # it was slow, and has come to its end while we gave up
-        if isinstance(self._error, StreamfoldError):
-            self._error.partial = generation
+        generation = self._attempt.take()
+        error = self._attempt.error
+        if self._aborted.done() and self._may_try_again(error):
+            error = None  # it was no end of the call: the abort is
+        if isinstance(error, StreamfoldError):
+            error.partial = generation
+            if self._tries > 1:
+                error.args = (f"{error}, after {self._tries} tries", *error.args[1:])
+        self._error = error
         self._ended_at = self._loop.time()
+        del self._calls[self.rid]
         self.ended.set_result(generation)
-        self._on_end(self)
 
-    # Ending early.
 
-    def _fail(self, error: BaseException) -> None:
-        """Let the call end with ``error``; an abort that is under way comes first."""
-        if self._cut:
+class RetryLog:
+    """Tells of tries that failed: each as a note, and a warning now and then, however many calls there are.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._warn_again = -math.inf
+        self._since = 0
+
+    def add(self, call: Call, error: BaseException | None, pause: float) -> None:
+        """Tell that ``call`` has failed with ``error`` and tries again in so many seconds."""
+        now = asyncio.get_running_loop().time()
+        self.count += 1
+        self._since += 1
+        told = f"try {call.tries} of request {call.rid} failed, the next one follows in {pause:.1f} s: {error}"
+        if now < self._warn_again:
+            log.info("%s", told)
             return
-        self._error = self._error or error
-        if self._engine_busy:
-            self._end_early(error, 0.0)
-
-    def _end_rest(self) -> None:
-        """Enough of a body that does not end."""
-        if self._error is not None:
-            self._fail(self._error)
-        else:
-            self._connection.close_soon()
-
-    def _end_early(self, error: BaseException | None, drain: float) -> None:
-        if self._cut or self.ended.done():
-            return
-        self._cut = True
-        self._error = self._error or error
-        if self._connection.sent:
-            self._cutter = self._loop.create_task(self._cut_off(drain))
-            self._cutter.add_done_callback(self._after_cutter)
-            return
-        self._connection.close_soon()
-        if not self._place.done():
-            self._place.set_result(False)
-        if self._connection.opening:
-            self._settle()  # the pump has to wait for the connection to open or fail; nobody else has to
-
-    async def _cut_off(self, drain: float) -> None:
-        """Tell the engine, let the rest come in while it may, close."""
-        tell = self._control.tell(self._rid, ended=self._engine_done, begun=self.token_count > 0)
-        try:
-            await self._patiently(_TELL_SECONDS, tell, self._haste)
-            if self._haste.done():
-                await self._patiently(_HASTE_SECONDS, tell)
-            await self._patiently(drain, self._over, self._haste)
-        finally:
-            await self._connection.close()
-
-    def _after_cutter(self, cutter: asyncio.Task[None]) -> None:
-        if cutter.cancelled() and not self._over.done():
-            self._connection.close_soon()  # it may not have got to its first step
-
-    @staticmethod
-    async def _patiently(seconds: float, *events: asyncio.Future[None]) -> None:
-        if seconds > 0 and not any(event.done() for event in events):
-            await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-
-    # Time-outs.
-
-    def _on_sent(self) -> None:
-        self._sent_at = self._loop.time()
-        self._engine_busy = True
-        self._wait_for("first_token", self._timeouts.first_token)
-
-    def _wait_for(self, phase: _Phase, seconds: float | None) -> None:
-        self._phase = phase
-        self._deadline.set(seconds)
-
-    def _expired(self) -> None:
-        if self._phase == "rest":
-            self._end_rest()
-        else:
-            limit = getattr(self._timeouts, self._phase)
-            what = self._phase.replace("_", " ")
-            self._fail(EngineTimeout(f"no {what} within {limit:g} s (Timeouts.{self._phase})", phase=self._phase))
+        log.warning("%s (%s failed since the last warning; each is logged as info)", told, self._since)
+        self._warn_again = now + _WARN_SECONDS
+        self._since = 0

@@ -14,32 +14,49 @@ import orjson
 
 from streamfold._core import Generation, Parser, __version__
 from streamfold.abort import Control
-from streamfold.call import Call
+from streamfold.attempt import Attempt
+from streamfold.call import Call, RetryLog
 from streamfold.engines import ENGINES, token_array
-from streamfold.limits import Limits, Slots, Timeouts
+from streamfold.limits import Limits, Retries, Slots, Timeouts, check_seconds
 from streamfold.urls import base_url as normalised
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from typing_extensions import Self
 
     from streamfold._core import Experts
     from streamfold.engines import TokenIds
+    from streamfold.text import Tokenizer
 
 __all__ = ["Client", "Running"]
 
 
 @dataclass(frozen=True)
 class Running:
-    """What one call was doing when it was looked at: see :class:`Call` for the fields."""
+    """What one call was doing when it was looked at.
+
+    Attributes:
+        rid: the request id of its current try.
+        engine: the base URL that it was sent to.
+        age: seconds since its start, waits for a slot and pauses included.
+        token_count: tokens so far.
+        rate: tokens per second since the request of the current try was sent.
+        first_token: seconds from the sending to the first token; None before it.
+        last_event: seconds since the last event that brought a token; None before it.
+        tries: tries begun; 0 while it waits for its first slot.
+    """
 
     rid: str
-    token_count: int
+    engine: str
     age: float
+    token_count: int
     rate: float
+    first_token: float | None
+    last_event: float | None
+    tries: int
 
 
 @dataclass
@@ -50,7 +67,7 @@ class _Session:
     transport: httpx.AsyncBaseTransport
     control: Control
     slots: Slots
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)  # by the id of the current try
     pumps: set[asyncio.Task[None]] = field(default_factory=set)
     closing: asyncio.Task[None] | None = None
 
@@ -70,17 +87,21 @@ class Client:
     Args:
         base_url: the engine's or router's address, with or without a path: ``http://10.0.0.1:30000``, ``[::1]:30000``.
         engine: how it is spoken to: ``"sglang"``.
+        tokenizer: kept for those who write samples, as :attr:`tokenizer`; the client itself needs none.
         headers: sent with every request, in addition to those that the client needs.
         api_key: sent as a bearer token.
-        timeouts: how long each phase may last.
+        timeouts: how long each phase of a try may last.
+        retries: how often a call that fails before its first token is tried, and the pauses in between.
         limits: how much may be done at once.
         experts: how routed experts are written; given, every call asks for them.
+        clamped: what to do with a logprob that is the engine's stand-in for minus infinity: ``"raise"`` a
+            ``DecodeError``, or ``"keep"`` and count it.
         transport: ``"httpx"``, or a transport of your own, for TLS with a private authority
             (``httpx.AsyncHTTPTransport(verify=context, limits=httpx.Limits(max_keepalive_connections=0))``), Unix
             sockets or tests. It carries all requests, and its own pool must not be what they wait for.
 
     Raises:
-        ValueError: an unknown ``engine`` or ``transport``, or an address that is none.
+        ValueError: an unknown ``engine``, ``transport`` or ``clamped``, or an address that is none.
     """
 
     def __init__(
@@ -88,17 +109,22 @@ class Client:
         base_url: str,
         *,
         engine: Literal["sglang"] = "sglang",
+        tokenizer: Tokenizer | None = None,
         headers: Mapping[str, str] | None = None,
         api_key: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # immutable
+        retries: Retries = Retries(),  # noqa: B008  # immutable
         limits: Limits = Limits(),  # noqa: B008  # immutable
         experts: Experts | None = None,
+        clamped: Literal["raise", "keep"] = "raise",
         transport: Literal["httpx"] | httpx.AsyncBaseTransport = "httpx",
     ) -> None:
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
         if transport != "httpx" and not isinstance(transport, httpx.AsyncBaseTransport):
             raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
+        if clamped not in ("raise", "keep"):
+            raise ValueError(f'clamped must be "raise" or "keep", not {clamped!r}')
         _check_pool(transport, limits.calls)
         self._base = normalised(base_url)
         self._engine = ENGINES[engine]()
@@ -106,10 +132,14 @@ class Client:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._headers.update(headers)
+        self._tokenizer = tokenizer
         self._timeouts = timeouts
+        self._retries = retries
         self._limits = limits
         self._experts = experts
+        self._clamped: Literal["raise", "keep"] = clamped
         self._transport = transport
+        self._retry_log = RetryLog()
         self._session: _Session | None = None
 
     @property
@@ -118,10 +148,37 @@ class Client:
         return self._base
 
     @property
+    def experts(self) -> Experts | None:
+        """How routed experts are written; None: they are not asked for."""
+        return self._experts
+
+    @property
+    def retries(self) -> Retries:
+        """How often something is asked for again that failed for a while."""
+        return self._retries
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that was given."""
+        return self._tokenizer
+
+    @property
     def running(self) -> list[Running]:
-        """The calls that have not ended, those that wait for a slot included, oldest first."""
+        """The calls that have not ended, those that wait for a slot or a next try included, oldest first."""
         calls = self._session.calls.values() if self._session else ()
-        return [Running(call.rid, call.token_count, call.age, call.rate) for call in calls]
+        return [
+            Running(
+                rid=call.rid,
+                engine=self._base,
+                age=call.age,
+                token_count=call.token_count,
+                rate=call.rate,
+                first_token=call.first_token,
+                last_event=call.last_event,
+                tries=call.tries,
+            )
+            for call in sorted(calls, key=lambda call: call.started)  # a retried one has moved to the registry's end
+        ]
 
     def start(
         self,
@@ -134,6 +191,7 @@ class Client:
         experts_start: int = 0,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
+        aborted: Callable[[], bool] | None = None,
     ) -> Call:
         """Start one call on the running event loop, at once or as soon as a slot is free, and return.
 
@@ -142,13 +200,15 @@ class Client:
                 its length is then taken from the engine's word.
             sampling_params: as the engine has them. Read now, never changed. A budget (``max_new_tokens``) of 0
                 gives an empty generation with finish reason ``"length"``, without a request.
-            rid: the request id. None: a new one of 32 hex digits. Engines match ids by prefix when they abort, so
-                ids of your own should be of one length.
+            rid: the request id of the first try. None: a new one of 32 hex digits, as each later try has. Engines
+                match ids by prefix when they abort, so ids of your own should be of one length.
             logprobs: whether to ask for the log-probability of each sampled token.
             top_p: whether to ask for the ids that sampling could choose from (top-p replay).
             experts_start: the first position whose routed experts are asked for.
             headers: further headers of this request.
             extra: further keys of the request's JSON object.
+            aborted: a host's own flag. It is looked at right before each try is sent, and right after: once it is
+                True, no request leaves, and one that has just left is aborted as by :meth:`Call.abort`.
 
         Raises:
             ValueError: something asked for makes no sense; the message says what.
@@ -176,30 +236,47 @@ class Client:
             experts_start=experts_start,
             extra=extra,
         )
-        request = self._request(payload, headers)
-        call = Call(
-            rid,
-            Parser(
+        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        merged = self._with(headers)
+        prompt_len = None if ids is None else len(ids)
+        first = rid
+
+        def attempt(rid: str) -> Attempt:
+            parser = Parser(
                 self._engine.dialect,
                 logprobs=logprobs,
                 experts=self._experts,
-                prompt_len=None if ids is None else len(ids),
+                prompt_len=prompt_len,
                 experts_start=experts_start,
+                clamped=self._clamped,
                 max_new_tokens=budget,
                 max_event_bytes=self._limits.max_event_bytes,
-            ),
-            transport=session.transport,
-            control=session.control,
+            )
+            return Attempt(rid, parser, transport=session.transport, control=session.control, timeouts=self._timeouts)
+
+        def request(rid: str) -> httpx.Request:
+            return httpx.Request(
+                "POST",
+                self._base + self._engine.path,
+                headers=merged,
+                content=body if rid == first else self._engine.rename(body, first, rid),
+                extensions={"timeout": {"connect": self._timeouts.connect}},  # the other phases are Attempt's
+            )
+
+        call = Call(
+            rid,
+            attempt,
+            retries=self._retries,
             slots=session.slots,
-            timeouts=self._timeouts,
-            drains=self._engine.asks_side_data(payload),
-            on_end=lambda call: session.calls.pop(call.rid),
+            calls=session.calls,
+            drain=self._timeouts.drain if self._engine.asks_side_data(payload) else 0.0,
+            host_aborts=aborted,
+            retry_log=self._retry_log,
         )
         if budget == 0:
             none = np.empty(0)
             call.answer(Generation(none, none if logprobs else None, finish_reason="length"))
             return call
-        session.calls[rid] = call
         pump = call.run(request)
         session.pumps.add(pump)
         pump.add_done_callback(session.pumps.discard)
@@ -216,6 +293,7 @@ class Client:
         experts_start: int = 0,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
+        aborted: Callable[[], bool] | None = None,
     ) -> Generation:
         """Start a call as :meth:`start` does, and await it. Cancelling this aborts the call.
 
@@ -231,6 +309,7 @@ class Client:
             experts_start=experts_start,
             headers=headers,
             extra=extra,
+            aborted=aborted,
         )
 
     async def abort_all(self) -> None:
@@ -243,6 +322,32 @@ class Client:
             if not call.aborting:
                 call.abort_soon()
         await Call.wait(calls)
+
+    async def abort_engines(self, seconds: float = 30.0) -> bool:
+        """End every request on the engine, or on all of the router's engines; anybody's, not only ours.
+
+        Each engine is told to end all, and its load is looked at, over and over until it has no request left. Calls
+        of this client that run there end with finish reason ``"abort"``; those that wait for a slot or for another
+        try are not on an engine, and go on: give them ``aborted=``, or call :meth:`abort_all` as well.
+
+        Args:
+            seconds: how long to go on at most.
+
+        Returns:
+            Whether all engines that answer are idle. One that is dead, deaf or does not tell its load is logged, and
+            nothing is raised.
+        """
+        check_seconds("seconds", seconds, optional=False)
+        return await self._bound().control.abort_all(seconds)
+
+    @property
+    def retried(self) -> int:
+        """How many requests have been made again since the client was made, each before its call's first token."""
+        return self._retry_log.count
+
+    async def workers(self) -> list[str]:
+        """Base URLs of the engines: what a router lists, otherwise the client's own."""
+        return await self._bound().control.workers()
 
     async def load(self) -> int:
         """How many requests run or wait on the engine, or on all of the router's engines; anybody's, not only ours.
@@ -276,16 +381,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    def _request(self, payload: dict[str, Any], headers: Mapping[str, str] | None) -> httpx.Request:
-        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-        return httpx.Request(
-            "POST",
-            self._base + self._engine.path,
-            headers=self._with(headers),
-            content=body,
-            extensions={"timeout": {"connect": self._timeouts.connect}},  # the other phases are Call's
-        )
 
     def _with(self, headers: Mapping[str, str] | None) -> httpx.Headers:
         merged = self._headers.copy()

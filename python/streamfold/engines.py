@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import re
+import time
+from datetime import timezone
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -70,7 +73,7 @@ class Sglang:
         experts_start: int,
         extra: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Build the request's JSON object. Nothing of the caller's is changed or kept for later.
+        """Build the request's JSON object, ``rid`` first. Nothing of the caller's is changed or kept for later.
 
         Raises:
             ValueError: ``extra`` holds a key that an argument sets, or a sampling parameter is NaN or infinite.
@@ -96,6 +99,13 @@ class Sglang:
             raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
         return payload | dict(extra or {})
 
+    def rename(self, body: bytes, old: str, new: str) -> bytes:
+        """Put another ``rid`` into the JSON text of a :meth:`payload`, and leave the rest as it is."""
+        was, now = (orjson.dumps({"rid": rid})[:-1] for rid in (old, new))
+        if not body.startswith(was):
+            raise ValueError(f"this is not the request {old!r}: {quote(body)}")
+        return now + body[len(was) :]
+
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
         """Whether the terminal event will carry arrays that come nowhere else, so that an abort has to drain."""
         custom = payload["sampling_params"].get("custom_params")
@@ -105,6 +115,10 @@ class Sglang:
     def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
         """Give path and JSON body of the POST that ends one request. The engine matches ``rid`` by prefix."""
         return "/abort_request", {"rid": rid}
+
+    def abort_all(self) -> tuple[str, dict[str, Any]]:
+        """Give path and JSON body of the POST that ends every request of an engine."""
+        return "/abort_request", {"abort_all": True}
 
     def read_workers(self, reply: object) -> list[str]:
         """Worker URLs out of a router's reply to :attr:`workers_path`; none if this is no such reply."""
@@ -186,12 +200,33 @@ def refusal(response: httpx.Response, body: bytes) -> EngineError:
     """What a reply that is no stream amounts to."""
     status = response.status_code
     if status >= 400:
-        return EngineError(error_message(body), status=status)
+        return EngineError(error_message(body), status=status, retry_after=retry_after(response.headers))
     if status >= 300:
         there = response.headers.get("location", "somewhere else")
         return EngineError(f"redirected to {there}, which is not followed: give the final URL", status=status)
     kind = ", ".join(response.headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
     return EngineError(f"no plain text/event-stream but {kind or 'of no type'}: {quote(body)}", status=status)
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds until the server wants to be asked again: ``Retry-After`` holds them, or a date."""
+    told = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", told):
+        return float(told)
+    date = _seconds_of(told)
+    if date is None:
+        return None
+    now = _seconds_of(headers.get("date", ""))  # by the server's own clock, which may be wrong
+    return max(0.0, date - (time.time() if now is None else now))
+
+
+def _seconds_of(date: str) -> float | None:
+    """Seconds since the epoch of an HTTP date; None if it is none."""
+    try:
+        when = parsedate_to_datetime(date)
+        return when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp()
+    except (TypeError, ValueError, IndexError, OverflowError):  # its parser gives up in many ways
+        return None
 
 
 def error_message(body: bytes) -> str:

@@ -5,7 +5,8 @@
     StreamfoldError                  .partial: the Generation received so far, or None
     ├── DecodeError (ValueError)     the bytes are not what the dialect says: .kind .offset .path
     ├── StreamTruncated              the body ended before a finish reason, and nobody aborted
-    ├── EngineError                  the engine said no, or could not be reached: .status .message .retryable
+    ├── EngineError                  the engine said no, or could not be reached:
+    │                                .status .message .retryable .retry_after
     └── EngineTimeout                the engine kept silent for too long: .phase
 
 All of them survive pickling with their attributes. An abort is a result, never an exception.
@@ -86,6 +87,8 @@ class EngineError(StreamfoldError):
         status: the HTTP status, or the code that the error event told; None if none was told.
         message: the engine's own words.
         retryable: whether the same request may succeed later: 408, 429, 5xx, or no connection.
+        retry_after: seconds from then on during which the engine does not want to be asked again (``Retry-After``);
+            None if it did not say.
     """
 
     def __init__(
@@ -94,12 +97,14 @@ class EngineError(StreamfoldError):
         *,
         status: int | None = None,
         retryable: bool | None = None,
+        retry_after: float | None = None,
         partial: Generation | None = None,
     ) -> None:
         super().__init__(message if status is None else f"{message} (status {status})", partial=partial)
         self.message = message
         self.status = status
         self.retryable = _is_retryable(status) if retryable is None else retryable
+        self.retry_after = retry_after
 
 
 def _is_retryable(status: int | None) -> bool:

@@ -1,17 +1,18 @@
-"""How long to wait, how much at once."""
+"""How long to wait, how much at once, how often again."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+import random
+from collections import OrderedDict
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Deadline", "Limits", "Slots", "Timeouts"]
+__all__ = ["Deadline", "Limits", "Retries", "Slots", "Timeouts"]
 
 _LATE = 0.02  # a deadline looks again after so many seconds: a busy event loop is not a silent engine
 
@@ -64,6 +65,42 @@ class Limits:
                 raise ValueError(f"{field.name} must be an integer of at least 1, not {value!r}")
 
 
+@dataclass(frozen=True)
+class Retries:
+    """How often something is asked for again that failed for a while, and the pauses in between.
+
+    Attributes:
+        tries: requests for one call at most, the first one included, while no token has come; and likewise how often
+            one sample is gone on with.
+        first: seconds before the second try; each later pause is twice as long.
+        longest: seconds that no pause exceeds, unless the engine itself asks for a longer one (``Retry-After``).
+        jitter: the share of a pause by which chance may shorten it, and lengthen one that the engine asks for, so
+            that calls that failed together do not come back together. 0: none.
+
+    Raises:
+        ValueError: ``tries`` is below 1, a pause is negative or endless, or ``jitter`` is no share.
+    """
+
+    tries: int = 60
+    first: float = 0.5
+    longest: float = 10.0
+    jitter: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tries, int) or self.tries < 1:
+            raise ValueError(f"tries must be an integer of at least 1 (1: never again), not {self.tries!r}")
+        check_seconds("first", self.first, optional=False)
+        check_seconds("longest", self.longest, optional=False)
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter must be a share, 0 to 1, not {self.jitter!r}")
+
+    def pause(self, failures: int, retry_after: float | None = None) -> float:
+        """Seconds to wait after so many failures; at least ``retry_after``, if the engine has asked for that."""
+        chance = self.jitter * random.random()  # noqa: S311  # it only keeps clients apart
+        usual = min(self.longest, self.first * 2.0 ** min(failures - 1, 64)) * (1 - chance)
+        return usual if retry_after is None else max(usual, retry_after * (1 + chance))
+
+
 class Deadline:
     """One timer for a deadline that moves at each token: the timer itself moves only when it fires.
 
@@ -114,17 +151,22 @@ def check_seconds(name: str, value: float | None, *, optional: bool) -> None:
 class Slots:
     """A fixed number of places, handed out first come, first served.
 
-    Unlike a semaphore's, its waiters need not be cancelled to be sent away: resolve the future with False.
+    Unlike a semaphore's, its waiters need not be cancelled to be sent away: see :meth:`leave`.
     """
 
     def __init__(self, size: int) -> None:
         self._free = size
-        self._waiting: deque[asyncio.Future[bool]] = deque()
+        self._waiting: OrderedDict[asyncio.Future[bool], None] = OrderedDict()  # who leaves is gone at once
 
     @property
     def free(self) -> int:
         """Places that nobody holds."""
         return self._free
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a place."""
+        return len(self._waiting)
 
     def request(self) -> asyncio.Future[bool]:
         """Queue up. The future becomes True once a place is held, which must then be released."""
@@ -133,30 +175,35 @@ class Slots:
             self._free -= 1
             place.set_result(True)
         else:
-            self._waiting.append(place)
+            self._waiting[place] = None
         return place
 
     def release(self) -> None:
         """Give a place back: to the next in the queue, if there is one."""
         while self._waiting:
-            place = self._waiting.popleft()
+            place, _ = self._waiting.popitem(last=False)
             if not place.done():
                 place.set_result(True)
                 return
         self._free += 1
 
+    def leave(self, place: asyncio.Future[bool]) -> None:
+        """Send one away who waits, with False. Nothing happens to a place that is held already."""
+        self._waiting.pop(place, None)
+        if not place.done():
+            place.set_result(False)
+
     def dismiss(self) -> None:
         """Send everybody away who waits, with False."""
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(False)
+        for place in list(self._waiting):
+            self.leave(place)
 
     async def wait(self, place: asyncio.Future[bool]) -> bool:
-        """Wait for a requested place; False if its future was resolved so. A cancelled wait holds no place."""
+        """Wait for a requested place; False if it was sent away. A cancelled wait holds no place."""
         try:
             return await place
         except asyncio.CancelledError:
+            self._waiting.pop(place, None)
             if not place.cancelled() and place.result():
                 self.release()  # it came in the same moment
             raise

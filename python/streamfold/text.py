@@ -1,0 +1,101 @@
+"""The text of a response that was cut: one text out of its ids, and the stop strings in it.
+
+Engines decode what they generate in one call. At the border of two calls a character of several tokens falls apart:
+its first half is held back by one call and looked at as a part of the prompt by the next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from streamfold.sample import SampleLike
+
+__all__ = ["Stop", "Tokenizer", "has_stopped_at", "whole_text"]
+
+_CONTEXT: Final = 5  # tokens of the prompt that decide how the first ones of a response are written
+_LOOK_BACK: Final = 16  # characters of the engine's text that have to agree with ours
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer; those of transformers have it."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Turn ids into text."""
+
+
+class Stop(NamedTuple):
+    """Where a text stands with the stop strings that were asked for.
+
+    Attributes:
+        end: where the response ends, as one of them is in it; otherwise None.
+        within: whether the text ends in what may become one.
+    """
+
+    end: int | None
+    within: bool
+
+
+def has_stopped_at(text: str, params: Mapping[str, Any]) -> Stop:
+    """Look for the stop strings of some sampling parameters."""
+    told = params.get("stop") or []
+    stops = [stop for stop in ([told] if isinstance(told, str) else told) if stop]
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if found:
+        at, stop = min(found)
+        return Stop(at + len(stop) if params.get("no_stop_trim") else at, within=False)
+    return Stop(None, any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop))))
+
+
+def whole_text(
+    sample: SampleLike,
+    tokenizer: Tokenizer,
+    params: Mapping[str, Any],
+    *,
+    known: int,
+    last: str | None,
+    matched: int | str | None,
+) -> str | None:
+    """Decode a response that came in parts, once, with the tokens before it as context.
+
+    Args:
+        sample: with the response's ids.
+        tokenizer: of the model.
+        params: the sampling parameters: whether special tokens and stop strings are shown.
+        known: characters at the beginning of the response's text that stand. What else it has was joined.
+        last: the engine's own text of the last part, to see how much of its end is shown; None if it sent none.
+        matched: the stop token or string that ended the response.
+
+    Returns:
+        The text; None if it does not begin as what stands, or not end as the engine's, which then knows better.
+    """
+    skip = params.get("skip_special_tokens", True)
+    start = len(sample.tokens) - sample.response_length
+    head = sample.tokens[max(0, start - _CONTEXT) : start]
+    context = tokenizer.decode(head, skip_special_tokens=skip)
+
+    def decode(ids: list[int]) -> str:
+        text = tokenizer.decode(head + ids, skip_special_tokens=skip)
+        if text.startswith(context.rstrip("\ufffd")):  # a character that the prompt leaves open is of its text
+            return text[len(context) :]
+        return tokenizer.decode(ids, skip_special_tokens=skip)
+
+    ids = sample.tokens[start:]
+    text = decode(ids)
+    if not text.startswith(sample.response[:known].rstrip("\ufffd")):
+        return None
+    shown, candidates = bool(params.get("no_stop_trim")), [text]
+    if isinstance(matched, int):
+        candidates.append(decode(ids[:-1]))
+    elif matched and (at := text.find(matched, max(0, len(text) - len(last or "") - 2 * len(matched)))) >= 0:
+        candidates += [text[: at + len(matched)], text[:at]]
+    if not shown:
+        candidates.reverse()
+    if last is None:
+        return candidates[0]
+    ending = last[-_LOOK_BACK:]
+    # Of a short last part only the end can be compared: its beginning may be a half of a character.
+    ending = ending if len(last) > _LOOK_BACK else ending.lstrip("\ufffd")[1:]
+    return next((text for text in candidates if text.endswith(ending)), None)

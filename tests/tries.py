@@ -1,0 +1,30 @@
+"""Servers whose replies differ from try to try, and policies that suit a test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replay import Replay, Route, Steps, answer_json
+from streamfold import Retries
+
+if TYPE_CHECKING:
+    from replay import Request
+
+SOON = Retries(tries=4, first=0.001, longest=0.01)
+LATER = Retries(first=60.0, longest=60.0)  # nobody waits that long here
+BUSY = answer_json({"error": "busy"}, 503)
+QUEUE_FULL = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+
+
+def in_turn(server: Replay, *replies: Steps, path: str = "/generate") -> Route:
+    """The replies to that path one after the other, the last one ever after."""
+
+    def route(_: Request) -> Steps:
+        return replies[min(len(server.at(path)), len(replies)) - 1]
+
+    return route
+
+
+def rids(server: Replay) -> list[str]:
+    """The ids of all tries, in the order in which they came."""
+    return [request.json["rid"] for request in server.generates]
