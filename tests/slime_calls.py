@@ -10,7 +10,7 @@ from host import arguments
 from host.helpers import LIMIT
 from host.slime.utils.types import Sample
 from replay import PROMPT, Replay
-from streamfold import slime
+from streamfold import hosts
 from streamfold.loopback import Loopback
 from streamfold.slime import generate_streaming
 
@@ -25,9 +25,10 @@ TOP_P: dict[str, Any] = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids
 
 
 def streaming(engine: Loopback | Replay, **settings: Any) -> SimpleNamespace:
-    """Arguments of a trainer that generates through the adapter."""
+    """Arguments of a trainer that generates through the adapter; what fails is not asked for again."""
     config = engine.config if isinstance(engine, Loopback) else None
-    return arguments(engine.url, config, custom_generate_function_path=generate_streaming, **settings)
+    settings = {"custom_generate_function_path": generate_streaming, "streamfold_tries": 1, **settings}
+    return arguments(engine.url, config, **settings)
 
 
 def sample_of(**fields: Any) -> Sample:
@@ -59,7 +60,7 @@ async def ask(args: SimpleNamespace, sample: Sample, params: dict[str, Any] | No
 
 def arrived() -> int:
     """How many tokens have come of the calls that the adapter has running in this loop."""
-    seats = slime._seats.get(asyncio.get_running_loop(), {})
+    seats = hosts._seats.get(asyncio.get_running_loop(), {})
     return sum(call.token_count for seat in seats.values() for call in seat.client.running)
 
 

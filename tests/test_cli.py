@@ -10,7 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,9 +23,12 @@ from streamfold.recording import Recording
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from streamfold.sample import Sample
+
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
 PAYLOAD = ROOT / "examples" / "payload.json"
+ROW = re.compile(r"^(.*?\S) {2,}([\d,]+ +[\d,]+)$", re.MULTILINE)  # of the demo's table of rollouts
 
 
 def streamfold(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -59,35 +62,60 @@ def test_help_teaches_every_command() -> None:
         assert streamfold(command, "--help").returncode == 0
 
 
-@pytest.mark.parametrize("mode", ["--cumulative", "--incremental"])
-def test_the_demo_loses_nothing_and_writes_what_it_got(mode: str, tmp_path: Path) -> None:
-    done = streamfold("demo", mode, "--out", tmp_path / "demo.jsonl", cwd=tmp_path)
+def test_the_demo_shows_its_rollouts_and_writes_what_it_got(tmp_path: Path) -> None:
+    done = streamfold("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "32 of 32 samples equal the undisturbed generation" in done.stdout
-    assert re.search(r"aborted [1-9]\d*, resumed [1-9]\d*, lost = 0", done.stdout)
+    shown = {name: [int(each.replace(",", "")) for each in row.split()] for name, row in ROW.findall(done.stdout)}
+    assert shown["groups done: they go to the trainer"] == [14, 14]
+    assert shown["tokens lost"] == [0, 0]
+    assert shown["  calls for one sample at most"] == [1, 1]
+    assert shown["groups aborted, as there were enough"][0] > 0
+    assert shown["tokens kept of aborted samples"][0] > 0
+    assert shown["  of which resumed, from their tokens"][1] > 0
     samples = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_bytes().splitlines()]
-    assert [sample["prompt"] for sample in samples] == demo.read_prompts()
+    assert f"{len(samples)} of {len(samples)} finished samples equal the undisturbed generation" in done.stdout
+    assert len(samples) == sum(shown["rewards computed"]) >= 2 * 28
     assert all(sample["equal"] and len(sample["token_ids"]) == len(sample["logprobs"]) for sample in samples)
-    assert sum(sample["aborted"] for sample in samples) >= sum(sample["resumed"] for sample in samples) > 0
+    assert {sample["prompt"] for sample in samples} <= set(demo.read_prompts())
+    resumed = [sample for sample in samples if sample["calls"] > 1]
+    assert resumed
+    assert {version for sample in resumed for version, _, _ in sample["version_spans"]} == {"1", "2"}
+    assert "examples/rollout.py" in done.stdout
 
 
 def test_the_demo_takes_other_prompts_and_names_the_line_that_is_none(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n', encoding="utf-8")
-    done = streamfold("demo", "--prompts", prompts, cwd=tmp_path)
-    assert done.returncode == 0
-    assert "2 of 2 samples" in done.stdout
-    prompts.write_text('{"prompt": "Hi"}\n{"text": "Ho"}\n', encoding="utf-8")
-    failed = streamfold("demo", "--prompts", prompts, cwd=tmp_path)
-    assert failed.returncode == 2
-    assert "line 2" in failed.stderr
+    prompts.write_text('{"prompt": "Hi [/bold]"}\n{"prompt": "Ho"}\n', encoding="utf-8")
+    out = tmp_path / "samples.jsonl"
+    done = streamfold("demo", "--incremental", "--seed", "3", "--prompts", prompts, "--out", out, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 finished samples" in done.stdout
+    assert "Hi [/bold]" in done.stdout
+    assert len(out.read_bytes().splitlines()) == 4
+    for text, place in (('{"prompt": "Hi"}\n{"text": "Ho"}\n', "line 2"), ("", "is empty")):
+        prompts.write_text(text, encoding="utf-8")
+        failed = CliRunner().invoke(app, ["demo", "--prompts", str(prompts), "--out", str(tmp_path / "none.jsonl")])
+        assert failed.exit_code == 2
+        assert place in " ".join(failed.output.split())
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_a_demo_whose_samples_differ_says_so_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo.Outcome, "logprobs", property(lambda outcome: [0.0] * len(outcome.token_ids)))
+    right = demo.compare
+
+    def wrong(sample: Sample, *arguments: Any, **named: Any) -> demo.Outcome:
+        if sample.index == 1:
+            sample.tokens[-1] ^= 1
+        return right(sample, *arguments, **named)
+
+    monkeypatch.setattr(demo, "ENGINE", {**demo.ENGINE, "token_rate": 600.0})
+    monkeypatch.setattr(demo, "compare", wrong)
     done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo.jsonl")])
     assert done.exit_code == 1
-    assert "0 of 32 samples equal" in done.output
+    assert "NO: samples [1] are not as in their undisturbed generation" in done.output
+    assert "Why it matters" not in done.output
+    samples = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_bytes().splitlines()]
+    assert [sample["index"] for sample in samples if not sample["equal"]] == [1]
 
 
 def test_serve_answers_until_it_is_interrupted() -> None:

@@ -9,13 +9,13 @@ import subprocess
 from importlib import import_module
 from pathlib import Path
 
-from streamfold import slime
+from streamfold import hosts
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "slime"
 
 
 def test_the_settings_are_those_of_the_adapter_with_their_defaults() -> None:
-    table = dict(re.findall(r"^``(streamfold_\w+)`` +\w+ +(\S+)", slime.__doc__ or "", re.MULTILINE))
+    table = dict(re.findall(r"^``(streamfold_\w+)`` +\w+ +(\S+)", hosts.__doc__ or "", re.MULTILINE))
     text = (EXAMPLE / "streamfold.yaml").read_text(encoding="utf-8")
     given = dict(re.findall(r"^(\w+): (\S+)", text, re.MULTILINE))
     assert given

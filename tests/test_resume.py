@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from replay import DONE, FIN, HANG, PROMPT, Replay, Request, answer_json, chunk, event, head, stream, until
+from completing import ENDED, SOON, answers, completed, cut, differs, part, sample_of
+from replay import DONE, HANG, PROMPT, Replay, Request, answer_json, chunk, head, stream, until
 from streamfold import Client, DecodeError, EngineError, Experts, StreamTruncated
+from streamfold.limits import Retries
 from streamfold.loopback import Loopback
-from streamfold.rollout import Retries, Rollout, complete
+from streamfold.resume import complete, complete_all
 from streamfold.sample import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from replay import Step
-
-SOON = Retries(tries=4, first=0.001)
-ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 @pytest.fixture
@@ -30,54 +29,11 @@ def engine() -> Iterator[Loopback]:
         yield running
 
 
-def sample_of(ids: Sequence[int] = PROMPT, **params: Any) -> Sample:
-    given = {"max_new_tokens": 8, **params}
-    return Sample(index=0, tokens=list(ids), metadata={"sampling_params": given})
-
-
-async def completed(client: Client, sample: Sample, **how: Any) -> Sample:
-    return await complete(client, sample, sample.metadata["sampling_params"], **{"retries": SOON, **how})
-
-
-def differs(sample: Sample, engine: Loopback, prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
-    """What is not as in the undisturbed generation; the text is compared where no character can have been cut."""
-    params = sample.metadata["sampling_params"]
-    told = engine.undisturbed(prompt, params, return_logprob=True)
-    assert told.finish is not None
-    status = {"stop": Sample.Status.COMPLETED, "length": Sample.Status.TRUNCATED}[told.finish["type"]]
-    expected = {
-        "tokens": [*prompt, *told.token_ids],
-        "response_length": len(told.token_ids),
-        "rollout_log_probs": told.logprobs,
-        "loss_mask": [1] * len(told.token_ids),
-        "status": status,
-    }
-    if "text_joined" not in sample.metadata:
-        expected["response"] = engine.tokenizer.decode(told.token_ids)
-    return {name: (getattr(sample, name), value) for name, value in expected.items() if getattr(sample, name) != value}
-
-
-def answers(*replies: Sequence[Step]) -> Callable[[Request], Sequence[Step]]:
-    """The n-th request gets the n-th reply."""
-    left = iter(replies)
-    return lambda _request: next(left)
-
-
-def part(ids: Sequence[int], *, prompt: int = 3, finish: Any = None, **meta: Any) -> bytes:
-    """The one event of a call."""
-    return event(ids, len(ids), finish, prompt_tokens=prompt, **meta)
-
-
-def cut(*payloads: bytes) -> list[Step]:
-    """A reply whose body ends in the middle."""
-    return stream(*payloads, end=FIN)
-
-
 # One sample.
 
 
 async def test_a_sample_is_what_the_undisturbed_generation_is(engine: Loopback) -> None:
-    async with Client(engine.url) as client:
+    async with Client(engine.url, retries=SOON) as client:
         for seed in range(4):
             sample = await completed(client, sample_of(max_new_tokens=64, sampling_seed=seed))
             assert differs(sample, engine) == {}
@@ -86,7 +42,7 @@ async def test_a_sample_is_what_the_undisturbed_generation_is(engine: Loopback) 
 async def test_a_sample_that_is_cancelled_again_and_again_ends_as_if_it_never_had_been(engine: Loopback) -> None:
     chance = random.Random(7)
     cuts = 0
-    async with Client(engine.url) as client:
+    async with Client(engine.url, retries=SOON) as client:
         for seed in range(8):
             sample = sample_of(max_new_tokens=48, sampling_seed=seed)
             while sample.status not in ENDED:
@@ -103,7 +59,7 @@ async def test_a_sample_that_is_cancelled_again_and_again_ends_as_if_it_never_ha
 
 async def test_a_truncated_stream_goes_on_from_its_own_tokens_with_what_is_left_of_the_budget() -> None:
     second = stream(part([12, 13], prompt=5, finish="stop"), DONE)
-    async with Replay(answers(cut(part([10, 11])), second)) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([10, 11])), second)) as engine, Client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of(min_new_tokens=3))
     first, then = (request.json for request in engine.generates)
     assert (first["input_ids"], then["input_ids"]) == (PROMPT, [*PROMPT, 10, 11])
@@ -117,7 +73,7 @@ async def test_a_truncated_stream_goes_on_from_its_own_tokens_with_what_is_left_
 async def test_a_response_cut_behind_three_quarters_of_its_budget_gets_the_last_quarter() -> None:
     """areal-project/AReaL#858: tokens so far were compared with a budget lowered each round; the loop ended early."""
     first, last = list(range(10, 22)), list(range(30, 34))
-    async with Replay() as server, Client(server.url) as client:
+    async with Replay() as server, Client(server.url, retries=SOON) as client:
         server.routes["/generate"] = answers(
             stream(part(first, finish="abort"), DONE),
             stream(part(last, prompt=3 + len(first), finish="length"), DONE),
@@ -132,7 +88,7 @@ async def test_an_abort_that_nobody_here_asked_for_is_gone_on_with() -> None:
     aborted = stream(part([10], finish="abort"), DONE)
     queued = stream(part([], prompt=4, finish="abort"), DONE)
     last = stream(part([11], prompt=4, finish="length"), DONE)
-    async with Replay(answers(aborted, queued, last)) as engine, Client(engine.url) as client:
+    async with Replay(answers(aborted, queued, last)) as engine, Client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of())
     assert len(engine.generates) == 3
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.TRUNCATED)
@@ -142,7 +98,10 @@ async def test_an_abort_that_nobody_here_asked_for_is_gone_on_with() -> None:
 async def test_an_abort_that_came_with_a_stop_token_is_an_end(known: str) -> None:
     seen = stream(part([8, 9], finish={"type": "stop", "matched": 9}), DONE)
     aborted = stream(part([10, 9], finish="abort"), DONE)
-    async with Replay(answers(*[seen] * (known == "seen"), aborted)) as engine, Client(engine.url) as client:
+    async with (
+        Replay(answers(*[seen] * (known == "seen"), aborted)) as engine,
+        Client(engine.url, retries=SOON) as client,
+    ):
         ends = {9} if known == "stop_ids" else set()
         if known == "seen":
             await completed(client, sample_of(), stop_ids=ends)
@@ -153,14 +112,14 @@ async def test_an_abort_that_came_with_a_stop_token_is_an_end(known: str) -> Non
 
 async def test_a_stop_token_is_any_token_where_stop_tokens_are_ignored() -> None:
     last = stream(part([11], prompt=5, finish="length"), DONE)
-    async with Replay(answers(cut(part([10, 9])), last)) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([10, 9])), last)) as engine, Client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of(ignore_eos=True), stop_ids={9})
     assert sample.tokens == [*PROMPT, 10, 9, 11]
 
 
 async def test_an_abort_behind_a_stop_string_is_an_end_with_the_text_cut_there() -> None:
     aborted = stream(part([0, 1, 2, 3], finish="abort"), DONE)  # abcd
-    async with Replay(aborted) as engine, Client(engine.url) as client:
+    async with Replay(aborted) as engine, Client(engine.url, retries=SOON) as client:
         trimmed = await completed(client, sample_of(stop="bc"))
         whole = await completed(client, sample_of(stop=["x", "bc"], no_stop_trim=True))
     assert len(engine.generates) == 2
@@ -172,7 +131,7 @@ async def test_an_abort_in_the_middle_of_a_stop_string_starts_the_sample_again()
     # Asked to go on, the engine would see only the second half of it, and not stop.
     aborted = stream(part([0, 1], prompt=4, finish="abort"), DONE)
     whole = stream(part([20, 0, 1], finish={"type": "stop", "matched": "bc"}), DONE)
-    async with Replay(answers(cut(part([20])), aborted, whole)) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([20])), aborted, whole)) as engine, Client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of(stop=["bc"]))
     assert [request.json["input_ids"] for request in engine.generates] == [PROMPT, [*PROMPT, 20], PROMPT]
     assert (sample.tokens, sample.rollout_log_probs) == ([*PROMPT, 20, 0, 1], [-20 / 8, 0.0, -1 / 8])
@@ -182,7 +141,7 @@ async def test_an_abort_in_the_middle_of_a_stop_string_starts_the_sample_again()
 
 async def test_a_cut_sample_whose_prompt_came_as_text_starts_again_from_it() -> None:
     whole = stream(part([20, 21], finish="stop"), DONE)
-    async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url, retries=SOON) as client:
         sample = Sample(prompt="\u2028Hi", metadata={"sampling_params": {"max_new_tokens": 8}})
         await completed(client, sample)
     assert [request.json.get("input_ids") for request in engine.generates] == [None, None]
@@ -193,7 +152,10 @@ async def test_a_cut_sample_whose_prompt_came_as_text_starts_again_from_it() -> 
 
 
 async def test_what_the_engine_refuses_is_not_asked_again() -> None:
-    async with Replay(answer_json({"error": "too long"}, status=400)) as engine, Client(engine.url) as client:
+    async with (
+        Replay(answer_json({"error": "too long"}, status=400)) as engine,
+        Client(engine.url, retries=SOON) as client,
+    ):
         with pytest.raises(EngineError, match="too long"):
             await completed(client, sample_of())
     assert len(engine.generates) == 1
@@ -202,7 +164,7 @@ async def test_what_the_engine_refuses_is_not_asked_again() -> None:
 async def test_a_busy_engine_is_asked_again_so_many_times_and_no_more() -> None:
     busy = answer_json({"error": "busy"}, status=503)
     whole = stream(part([10], finish="stop"), DONE)
-    async with Replay(answers(busy, busy, whole)) as engine, Client(engine.url) as client:
+    async with Replay(answers(busy, busy, whole)) as engine, Client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of())
         assert sample.status is Sample.Status.COMPLETED
         engine.routes["/generate"] = busy
@@ -217,7 +179,7 @@ async def test_an_engine_that_aborts_without_end_is_an_error_with_the_tokens_kep
         known = len(request.json["input_ids"])
         return stream(part([known], prompt=known, finish="abort"), DONE)
 
-    async with Replay(aborted) as engine, Client(engine.url) as client:
+    async with Replay(aborted) as engine, Client(engine.url, retries=SOON) as client:
         sample = sample_of()
         with pytest.raises(EngineError, match="aborted") as caught:
             await completed(client, sample)
@@ -230,7 +192,7 @@ async def test_damage_is_a_cut_after_good_tokens_and_an_error_before_any() -> No
     whole = stream(part([11], prompt=4, finish="stop"), DONE)
     async with (
         Replay(answers(stream(part([10]), damage), whole, stream(damage))) as engine,
-        Client(engine.url) as client,
+        Client(engine.url, retries=SOON) as client,
     ):
         assert (await completed(client, sample_of())).tokens == [*PROMPT, 10, 11]
         with pytest.raises(DecodeError):
@@ -239,15 +201,15 @@ async def test_damage_is_a_cut_after_good_tokens_and_an_error_before_any() -> No
 
 
 async def test_the_last_failure_is_the_one_that_is_raised_and_its_tokens_are_kept() -> None:
-    async with Replay(answers(cut(part([10])))) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([10])))) as engine, Client(engine.url, retries=Retries(tries=1)) as client:
         sample = sample_of()
         with pytest.raises(StreamTruncated):
-            await completed(client, sample, retries=Retries(tries=1))
+            await completed(client, sample)
     assert (sample.tokens, sample.response, sample.status) == ([*PROMPT, 10], "k", Sample.Status.ABORTED)
 
 
 async def test_a_budget_of_zero_or_one_that_is_used_up_is_an_end_without_a_request() -> None:
-    async with Replay(answers(cut(part([10, 11])))) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([10, 11])))) as engine, Client(engine.url, retries=SOON) as client:
         nothing = await completed(client, sample_of(max_new_tokens=0))
         assert len(engine.generates) == 0
         full = await completed(client, sample_of(max_new_tokens=2))
@@ -258,7 +220,7 @@ async def test_a_budget_of_zero_or_one_that_is_used_up_is_an_end_without_a_reque
 
 async def test_tokens_whose_top_p_arrays_were_lost_are_not_kept_but_counted() -> None:
     whole = stream(part([10, 11], finish="stop", top_p_token_ids=[10, 11, 12], top_p_token_offsets=[0, 1, 3]), DONE)
-    async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url) as client:
+    async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of(top_p=0.9, custom_params={"return_top_p_token_ids": True}))
     assert engine.generates[1].json["input_ids"] == PROMPT
     assert sample.tokens == [*PROMPT, 10, 11]
@@ -273,14 +235,18 @@ async def test_a_response_that_ends_without_the_routed_experts_asked_for_is_an_e
     told: dict[str, Any] = {"routed_experts": rows, "routed_experts_dtype": "uint8"}
     bare = stream(part([10, 11], finish="stop"), DONE)
     whole = stream(part([10, 11], finish="stop", **told), DONE)
-    async with Replay(answers(cut(part([10, 11])), bare, whole)) as engine, Client(engine.url, experts=shape) as client:
+    async with (
+        Replay(answers(cut(part([10, 11])), bare, bare, whole)) as engine,
+        Client(engine.url, experts=shape, retries=SOON) as client,
+    ):
         full, sample = sample_of(max_new_tokens=2), sample_of()
         with pytest.raises(EngineError, match="no routed experts"):
-            await completed(client, full, experts=True)  # its budget is used up, by a call that was cut
+            await completed(client, full)  # its budget is used up, by a call that was cut
         with pytest.raises(EngineError, match="no routed experts"):
-            await completed(client, sample, experts=True)
-        assert (full.tokens, sample.tokens, sample.status) == (PROMPT, PROMPT, Sample.Status.PENDING)
-        await completed(client, sample, experts=True)
+            await completed(client, sample)
+        assert (full.tokens, sample.tokens, sample.status) == (PROMPT, PROMPT, Sample.Status.ABORTED)
+        assert sample.metadata["lost_side_data"] == 2
+        await completed(client, sample)
     assert sample.rollout_routed_experts is not None
     assert sample.rollout_routed_experts.shape == (4, 3, 2)
 
@@ -291,49 +257,43 @@ async def test_a_cancel_arrives_even_if_what_had_come_does_not_fit_the_sample(
     sample = sample_of([*PROMPT, 9])  # a token without a log-probability, beside those that come with theirs
     sample.response_length, sample.status = 1, Sample.Status.ABORTED
     running: list[Step] = [head(), chunk(part([10], prompt=4)), HANG]
-    async with Replay(running) as engine, Client(engine.url) as client:
+    async with Replay(running) as engine, Client(engine.url, retries=SOON) as client:
         task = asyncio.ensure_future(completed(client, sample))
         await until(lambda: client.running and client.running[0].token_count)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     assert (sample.tokens, sample.status) == ([*PROMPT, 9], Sample.Status.ABORTED)
-    assert "does not fit" in caplog.text
+    assert "could be kept" in caplog.text
 
 
-async def test_a_budget_has_to_be_told_and_may_be_none() -> None:
+async def test_without_a_budget_nothing_is_resumed_as_nobody_knows_what_is_left() -> None:
     whole = stream(part([10], finish="stop"), DONE)
-    async with Replay(whole) as engine, Client(engine.url) as client:
-        with pytest.raises(ValueError, match="max_new_tokens"):
+    async with (
+        Replay(answers(whole, cut(part([10])))) as engine,
+        Client(engine.url, retries=SOON) as client,
+    ):
+        assert (await complete(client, sample_of(), {})).status is Sample.Status.COMPLETED
+        with pytest.raises(StreamTruncated):
             await complete(client, sample_of(), {})
         with pytest.raises(ValueError, match="max_new_tokens"):
             await completed(client, sample_of(max_new_tokens=-1))
-        await completed(client, sample_of(max_new_tokens=None))
-    assert [request.json["sampling_params"] for request in engine.generates] == [{"max_new_tokens": None}]
-
-
-def test_pauses_grow_to_a_limit_and_settings_that_make_no_sense_are_refused() -> None:
-    retries = Retries(first=1.0, longest=6.0)
-    for failures, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0), (10_000, 6.0)):
-        assert most / 2 <= retries.pause(failures) <= most
-    for wrong in ({"tries": 0}, {"first": -1.0}, {"longest": -1.0}):
-        with pytest.raises(ValueError, match="at least one try"):
-            Retries(**wrong)
+    assert len(engine.generates) == 2
 
 
 # Many samples.
 
 
 async def test_so_many_samples_are_in_flight_and_no_more() -> None:
-    async with Replay([head(), chunk(part([10], finish="stop")), 0.02, *stream(DONE)[1:]]) as engine:
-        async with Client(engine.url) as client:
-            ended: list[Sample] = []
-            run = Rollout(client, concurrency=3)
-            await run.run([sample_of() for _ in range(20)], lambda sample, _error: ended.append(sample))
+    slow = [head(), chunk(part([10], finish="stop")), 0.02, *stream(DONE)[1:]]
+    async with Replay(slow) as engine, Client(engine.url) as client:
+        ended: list[Sample] = []
+        work = [sample_of() for _ in range(20)]
+        await complete_all(client, work, lambda sample, _error: ended.append(sample), concurrency=3)
         assert engine.most_open == 3
-    assert len(ended) == run.tokens == 20
-    with pytest.raises(ValueError, match="concurrency"):
-        Rollout(client, concurrency=0)
+        assert len(ended) == sum(sample.response_length for sample in ended) == 20
+        with pytest.raises(ValueError, match="concurrency"):
+            await complete_all(client, work, print, concurrency=0)
 
 
 async def test_a_cancelled_run_hands_over_what_it_cut_and_leaves_nothing(engine: Loopback) -> None:
@@ -342,19 +302,20 @@ async def test_a_cancelled_run_hands_over_what_it_cut_and_leaves_nothing(engine:
     for index, sample in enumerate(work):
         sample.index = index
     async with Client(engine.url) as client:
-        run = Rollout(client, concurrency=16)
         task = asyncio.ensure_future(
-            run.run(work, lambda sample, error: ended.update({sample.index or 0: (sample, error)}))
+            complete_all(
+                client, work, lambda sample, error: ended.update({sample.index or 0: (sample, error)}), concurrency=16
+            )
         )
-        await until(lambda: run.tokens > 400)
+        await until(lambda: sum(call.token_count for call in client.running) > 400)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert client.running == []
         assert sorted(ended) == list(range(16))
         assert all(error is None and sample.status is Sample.Status.ABORTED for sample, error in ended.values())
-        assert run.tokens == sum(sample.response_length for sample, _ in ended.values()) > 400
-        assert {task.get_coro().__name__ for task in asyncio.all_tasks()} & {"_work", "_pump"} == set()  # type: ignore[union-attr]
+        assert sum(sample.response_length for sample, _ in ended.values()) > 400
+        assert {task.get_coro().__name__ for task in asyncio.all_tasks()} & {"work", "_pump"} == set()  # type: ignore[union-attr]
         await asyncio.to_thread(_idle, engine)
 
 
@@ -370,10 +331,13 @@ async def test_failures_are_told_with_their_samples_and_the_others_go_on() -> No
         return stream(part([10], finish="stop"), DONE)
 
     told: list[tuple[int, str | None]] = []
-    async with Replay(some) as engine, Client(engine.url) as client:
+    async with Replay(some) as engine, Client(engine.url, retries=SOON) as client:
         work = [sample_of([bad, 6, 7]) for bad in (1, 0, 1, 0)]
-        await Rollout(client, concurrency=2).run(
-            work, lambda sample, error: told.append((sample.tokens[0], type(error).__name__ if error else None))
+        await complete_all(
+            client,
+            work,
+            lambda sample, error: told.append((sample.tokens[0], type(error).__name__ if error else None)),
+            concurrency=2,
         )
     assert sorted(told, key=str) == [(0, None), (0, None), (1, "EngineError"), (1, "EngineError")]
 
@@ -384,8 +348,8 @@ async def test_an_error_of_the_callers_own_ends_the_run_and_what_is_in_flight() 
 
     running: list[Step] = [head(), chunk(part([10])), HANG]
     replies = [stream(part([10], finish="stop"), DONE), *[running] * 3]
-    async with Replay(answers(*replies)) as engine, Client(engine.url) as client:
+    async with Replay(answers(*replies)) as engine, Client(engine.url, retries=SOON) as client:
         with pytest.raises(OSError, match="no space left"):
-            await Rollout(client, concurrency=4).run([sample_of() for _ in range(9)], full)
+            await complete_all(client, [sample_of() for _ in range(9)], full, concurrency=4)
         assert client.running == []
         assert len(engine.generates) <= 4

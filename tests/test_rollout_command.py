@@ -293,6 +293,7 @@ class AutoTokenizer:
     @classmethod
     def from_pretrained(cls, name): return cls()
     def encode(self, text, add_special_tokens=True): return [1] * add_special_tokens + list(text.encode())
+    def decode(self, ids, skip_special_tokens): return bytes(ids).decode()
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         assert not tokenize and add_generation_prompt
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"

@@ -18,7 +18,7 @@ from host.slime.utils.processing_utils import IMAGE_TOKENS
 from host.slime.utils.types import Sample
 from replay import DONE, PROMPT, Replay, event, events, stream, until
 from slime_calls import TEXT, TOP_P, Status, ask, assert_undisturbed, partial, sample_of, streaming
-from streamfold import slime
+from streamfold import hosts
 from streamfold.loopback import Loopback
 from streamfold.slime import generate_streaming
 
@@ -300,7 +300,7 @@ def test_attributes_win_over_variables_and_both_over_the_defaults(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     args = type("Args", (), settings)()
-    found = slime._timeouts(args)
+    found = hosts._timeouts(args)
     assert (found.connect, found.first_token, found.next_token, found.drain) == wanted
 
 

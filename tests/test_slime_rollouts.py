@@ -24,7 +24,7 @@ from host.slime.rollout.sglang_rollout import (
 from host.slime.utils.types import Sample
 from replay import DONE, HANG, Replay, chunk, event, head, stream, until
 from slime_calls import TOP_P, Status, arrived, assert_undisturbed, response_of, snapshot, streaming
-from streamfold import Client, slime
+from streamfold import Client, hosts, slime
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, i
             assert masked or 0 not in mask
     assert resumed
     assert mixed
-    assert slime._seats == {}
+    assert hosts._seats == {}
 
 
 def without_mask(sample: Sample) -> list[tuple[str, Any]]:
@@ -176,7 +176,7 @@ def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> 
             samples = [Sample(prompt=" the story") for _ in range(4)]
             await asyncio.gather(*(generate_and_rm(args, sample, {"max_new_tokens": 3}) for sample in samples))
             await generate_and_rm(streaming(engine, streamfold_drain=1), Sample(prompt="x"), {"max_new_tokens": 3})
-            seats = slime._seats[asyncio.get_running_loop()].values()
+            seats = hosts._seats[asyncio.get_running_loop()].values()
             assert len(seats) == 2, "one for each router and its settings"
             clients[:] = [seat.client for seat in seats]
             assert all(client._session is not None for client in clients)
@@ -186,7 +186,7 @@ def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> 
         before = settled_files()
         for _ in range(3):
             run(loop, use())
-            assert slime._seats == {}
+            assert hosts._seats == {}
             assert all(client._session is None for client in clients), "they were closed"
         assert settled_files() <= before
         assert engine.stats().running == 0
@@ -220,7 +220,7 @@ def test_a_loop_that_ends_under_a_call_leaves_its_prefix_in_the_sample() -> None
     assert sample.status is Status.ABORTED
     assert sample.response_length > 3
     assert response_of(sample) == wanted.token_ids
-    assert slime._seats == {}
+    assert hosts._seats == {}
 
 
 def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None:
@@ -234,9 +234,9 @@ def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None
         rude = asyncio.new_event_loop()
         rude.run_until_complete(use())
         rude.close()
-        assert list(slime._seats) == [rude]
+        assert list(hosts._seats) == [rude]
         asyncio.run(use())
-        assert slime._seats == {}
+        assert hosts._seats == {}
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -1,12 +1,26 @@
 """The client side of LLM rollouts: folds streamed generations into training samples, losing nothing."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from streamfold._core import Experts, Generation, Parser, __version__
 from streamfold.call import Call
 from streamfold.client import Client, Running
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.limits import Limits, Timeouts
+from streamfold.limits import Limits, Retries, Timeouts
+
+if TYPE_CHECKING:
+    from streamfold.buffer import Buffer
+    from streamfold.config import RolloutConfig
+    from streamfold.pool import Pool
+    from streamfold.resume import complete
+    from streamfold.rollout import Rollout, RolloutResult
+    from streamfold.sample import Sample, merge
 
 __all__ = [
+    "Buffer",
     "Call",
     "Client",
     "DecodeError",
@@ -16,9 +30,39 @@ __all__ = [
     "Generation",
     "Limits",
     "Parser",
+    "Pool",
+    "Retries",
+    "Rollout",
+    "RolloutConfig",
+    "RolloutResult",
     "Running",
+    "Sample",
     "StreamTruncated",
     "StreamfoldError",
     "Timeouts",
     "__version__",
+    "complete",
+    "merge",
 ]
+
+# The loop's parts are loaded when they are asked for: a parser or a client needs none of them, and starts sooner.
+_LATER = {
+    "Buffer": "buffer",
+    "Pool": "pool",
+    "Rollout": "rollout",
+    "RolloutConfig": "config",
+    "RolloutResult": "rollout",
+    "Sample": "sample",
+    "complete": "resume",
+    "merge": "sample",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever is asked for
+    if name not in _LATER:
+        raise AttributeError(f"module 'streamfold' has no attribute {name!r}")
+    return getattr(import_module(f"streamfold.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

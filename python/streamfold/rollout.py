@@ -1,300 +1,233 @@
-"""Samples brought to their ends: one, resumed where it was cut, or many at once."""
+"""One rollout: groups in flight until there are enough of them, the rest cut, kept, and handed back."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import logging
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from streamfold.engines import expects_top_p
-from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.sample import Sample, merge
+from streamfold import groups as rules
+from streamfold.config import RolloutConfig
+from streamfold.flight import Flight
+from streamfold.ledger import Ledger
+from streamfold.metrics import Tally, Watch
+from streamfold.resume import complete
+from streamfold.rewards import Rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from streamfold._core import Generation
     from streamfold.client import Client
+    from streamfold.flight import Generate
+    from streamfold.groups import Group, Source
+    from streamfold.ledger import Filter
 
-    OnEnd = Callable[[Sample, "StreamfoldError | ValueError | None"], object]
+__all__ = ["Rollout", "RolloutConfig", "RolloutResult"]
 
-__all__ = ["Retries", "Rollout", "complete"]
-
-_LOGGER = logging.getLogger("streamfold")
-_ENDED: Final = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+log = logging.getLogger("streamfold")
 
 
 @dataclass(frozen=True)
-class Retries:
-    """How often a sample is asked for, and the pause before it is asked for again.
+class RolloutResult:
+    """What a rollout came to.
 
     Attributes:
-        tries: calls for one sample at most, the first one included.
-        first: seconds before the second try; each later pause is twice as long.
-        longest: seconds that no pause exceeds. All pauses are shortened at random, by up to half.
-
-    Raises:
-        ValueError: ``tries`` is below 1, or a pause is negative.
+        groups: finished groups, sorted by index; fewer than were asked for only if the source had no more.
+        metrics: what happened, as plain floats under names like ``rollout/tokens_per_second``; seconds, tokens,
+            samples, groups.
     """
 
-    tries: int = 6
-    first: float = 0.5
-    longest: float = 10.0
+    groups: list[Group]
+    metrics: dict[str, float]
 
-    def __post_init__(self) -> None:
-        if self.tries < 1 or self.first < 0 or self.longest < 0:
-            raise ValueError(f"at least one try and no negative pause, please: {self}")
-
-    def pause(self, failures: int) -> float:
-        """Seconds to wait after so many failures."""
-        most = min(self.longest, self.first * 2.0 ** min(failures - 1, 64))
-        return most * random.uniform(0.5, 1.0)  # noqa: S311  # it only keeps clients apart
-
-
-# One sample.
-
-
-async def complete(
-    client: Client,
-    sample: Sample,
-    sampling_params: Mapping[str, Any],
-    *,
-    retries: Retries = Retries(),  # immutable
-    stop_ids: set[int] | None = None,
-    logprobs: bool = True,
-    experts: bool = False,
-) -> Sample:
-    """Ask for ``sample`` until it is COMPLETED or TRUNCATED, each time going on from the tokens that it has.
-
-    What a call brought is merged before anything else happens, also when the call failed or this is cancelled. A
-    truncated stream, an abort that nobody here asked for, a silent engine and a retryable error lead to another try.
-
-    A prompt without ids (``sample.tokens`` empty) goes to the engine as ``sample.prompt``. Such a sample cannot go on
-    from its own tokens: once cut, it starts again from its prompt, and ``metadata["restarted_tokens"]`` counts what
-    was dropped. So does one that an abort cut in the middle of what may be a stop string.
-
-    Args:
-        client: of the engine.
-        sample: PENDING, or ABORTED and gone on with.
-        sampling_params: as the engine has them, for the whole response: ``max_new_tokens`` must be there, and a call
-            is given what is left of it. Never changed.
-        retries: how often to try.
-        stop_ids: tokens that end a response, besides ``stop_token_ids``. An abort may come with such a token, and
-            then there is nothing to go on with. Those at which the engine is seen to stop are added to it.
-        logprobs: whether to ask for log-probabilities; the same for all calls of a sample.
-        experts: whether the client asks for routed experts. A response that ends without them is dropped.
-
-    Returns:
-        The sample.
-
-    Raises:
-        StreamfoldError: the last try failed, or another one would be refused again (4xx), or routed experts did not
-            come. The sample is not at its end, and holds what can be gone on with.
-        ValueError: ``max_new_tokens`` is missing, or something asked for makes no sense.
-    """
-    if "max_new_tokens" not in sampling_params:
-        raise ValueError("sampling_params must hold max_new_tokens: a resumed call is given what is left of it")
-    ends = set() if stop_ids is None else stop_ids
-    for tried in itertools.count(1):
-        _mend(sample, sampling_params, ends)
-        if sample.status in _ENDED:
-            if not (experts and _lacks_experts(sample)):
-                return sample
-            _restart(sample)
-        error = await _ask(client, sample, sampling_params, ends, logprobs=logprobs)
-        _mend(sample, sampling_params, ends)
-        if sample.status in _ENDED:
-            if not (experts and _lacks_experts(sample)):
-                return sample
-            _restart(sample)
-            raise EngineError("the engine sent no routed experts with the last event: was it started with them?")
-        if error is None:
-            error = EngineError("the engine aborted it, and nobody here had asked for that", retryable=True)
-        if tried >= retries.tries or not _worth_another_try(error):
-            raise error
-        _LOGGER.info("sample %s goes on from token %s after: %s", sample.index, sample.response_length, error)
-        await asyncio.sleep(retries.pause(tried))
-    raise AssertionError  # the count has no end
-
-
-async def _ask(
-    client: Client, sample: Sample, sampling_params: Mapping[str, Any], ends: set[int], *, logprobs: bool
-) -> StreamfoldError | None:
-    """One call, written to the sample however it ends; what it failed with."""
-    has = sample.response_length
-    params = dict(sampling_params)
-    for name in ("max_new_tokens", "min_new_tokens"):
-        if isinstance(params.get(name), int) and params[name] > 0:  # whatever else it is, is not for us to mend
-            params[name] = max(0, params[name] - has)
-    call = client.start(
-        sample.tokens or None, params, logprobs=logprobs, extra=None if sample.tokens else {"text": sample.prompt}
-    )
-    error = None
-    try:
-        generation = await call
-    except asyncio.CancelledError:
-        try:
-            _write(sample, await call.abort(), params)  # it has ended; this gives what was kept
-        except ValueError:  # the cancel has to arrive all the same
-            _LOGGER.exception("what had come of sample %s does not fit it", sample.index)
-        raise
-    except StreamfoldError as failure:
-        error, generation = failure, await call.abort()
-    if generation.finish_reason == "stop" and isinstance(generation.matched, int):
-        ends.add(generation.matched)
-    _write(sample, generation, params)
-    return error
-
-
-def _write(sample: Sample, generation: Generation, params: Mapping[str, Any]) -> None:
-    more = len(generation.token_ids)
-    cut = generation.finish_reason not in ("stop", "length")
-    if cut and more and generation.top_p is None and expects_top_p(params):
-        # They come with the terminal event alone, and tokens without them cannot be replayed.
-        sample.metadata["lost_side_data"] = sample.metadata.get("lost_side_data", 0) + more
-        sample.status = Sample.Status.ABORTED
-        return
-    if sample.response and generation.text:
-        sample.metadata["text_joined"] = True  # a character that was cut in two shows as U+FFFD
-    merge(sample, generation)
-
-
-def _mend(sample: Sample, params: Mapping[str, Any], ends: set[int]) -> None:
-    """Bring a cut sample into a state that can be gone on with, or see that it is at its end already."""
-    if not sample.response_length or sample.status in _ENDED:
-        return
-    if not params.get("ignore_eos") and sample.tokens[-1] in ends.union(params.get("stop_token_ids") or ()):
-        sample.status = Sample.Status.COMPLETED
-        return
-    told = params.get("stop") or []
-    stops = [stop for stop in ([told] if isinstance(told, str) else told) if stop]
-    for stop in stops:
-        if (found := sample.response.find(stop)) >= 0:
-            end = found + len(stop) if params.get("no_stop_trim") else found
-            sample.response, sample.status = sample.response[:end], Sample.Status.COMPLETED
-            return
-    # An engine looks for stop strings in what it generates itself: it would miss one that begins before the cut.
-    within_stop = any(sample.response.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))
-    if within_stop or len(sample.tokens) == sample.response_length:
-        _restart(sample)
-
-
-def _restart(sample: Sample) -> None:
-    dropped = sample.response_length
-    clean = Sample()
-    sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
-    for name in (
-        "response", "response_length", "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids",
-        "rollout_top_p_token_offsets", "rollout_routed_experts", "weight_versions", "version_spans", "prompt_tokens",
-        "cached_tokens", "status",
-    ):  # fmt: skip
-        setattr(sample, name, getattr(clean, name))
-    sample.metadata.pop("text_joined", None)
-    sample.metadata["restarted_tokens"] = sample.metadata.get("restarted_tokens", 0) + dropped
-
-
-def _lacks_experts(sample: Sample) -> bool:
-    rows = sample.rollout_routed_experts
-    return sample.response_length > 0 and (rows is None or len(rows) != len(sample.tokens) - 1)
-
-
-def _worth_another_try(error: StreamfoldError) -> bool:
-    if isinstance(error, EngineError):
-        return error.retryable
-    if isinstance(error, DecodeError):  # after good tokens it is a stream that was cut
-        return error.partial is not None and len(error.partial.token_ids) > 0
-    return isinstance(error, (StreamTruncated, EngineTimeout))
-
-
-# Many samples.
+    @property
+    def is_short(self) -> bool:
+        """Whether the source ran dry before there were enough groups."""
+        return bool(self.metrics["rollout/source_dry"])
 
 
 class Rollout:
-    """Brings many samples to their ends, so many at once.
+    """Gives groups of finished samples, rollout after rollout; each may run in an event loop of its own.
 
     Args:
-        client: of the engine.
-        concurrency: how many samples are in flight; as one ends, the next begins.
-        retries: for each sample.
-        stop_ids: as for :func:`complete`.
-        logprobs, experts: likewise.
+        client: of the engines.
+        config: how it is done.
+        reward: gives a finished sample its reward: a number or a dict, once, when its text is whole. With
+            ``config.group_reward`` it takes the list of a group's samples and gives a list of rewards. It may be
+            ``async``; if not it runs in threads. None: there are no rewards.
+        filter: the dynamic filter: whether a finished group is given to the trainer, or a pair of that and a reason.
+            Groups that are not are forgotten, and others are asked for.
+        sample_filter: called once with the groups of a rollout, before they are given. It may mark samples that are
+            not to be trained on (``remove_sample``).
+        generate: generates one sample, instead of :func:`~streamfold.resume.complete`. See
+            :class:`~streamfold.flight.Generate`.
+        on_abort: called when the end of a rollout begins, before anything is cut: for a host's own flag.
 
-    Attributes:
-        restarted_tokens: tokens that were dropped, because their samples had to start again: see :func:`complete`.
+    A generator or reward that raises ends neither its siblings nor the rollout. The group goes back to the source with
+    all that it has, when the rollout is over, and the error is logged; ``config.max_failures`` and
+    ``config.group_tries`` say how often that may happen.
 
     Raises:
-        ValueError: ``concurrency`` is below 1.
+        ValueError: ``max_new_tokens`` is missing: the built-in generator cannot resume without it.
     """
 
     def __init__(
         self,
         client: Client,
+        config: RolloutConfig,
         *,
-        concurrency: int = 64,
-        retries: Retries = Retries(),  # immutable
-        stop_ids: Iterable[int] = (),
-        logprobs: bool = True,
-        experts: bool = False,
+        reward: Callable[[Any], Any] | None = None,
+        filter: Filter | None = None,  # noqa: A002  # the field's name for it
+        sample_filter: Callable[[list[Group]], object] | None = None,
+        generate: Generate | None = None,
+        on_abort: Callable[[], object] = lambda: None,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, not {concurrency}")
-        self._client = client
-        self._concurrency = concurrency
-        self._retries = retries
-        self._stop_ids = set(stop_ids)
-        self._logprobs = logprobs
-        self._experts = experts
-        self._written = 0
-        self.restarted_tokens = 0
+        if generate is None and "max_new_tokens" not in config.sampling_params:
+            raise ValueError("sampling_params must hold max_new_tokens: a resumed call is given what is left of it")
+        self.config: Final = config
+        self.client: Final = client
+        self._reward = reward
+        self._filter = filter
+        self.sample_filter: Final = sample_filter
+        self._generate: Generate = _Complete(client, config) if generate is None else generate
+        self._on_abort = on_abort
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that have arrived, those of running calls included."""
-        return self._written + sum(call.token_count for call in self._client.running)
+    async def run(self, source: Source, rollout_id: int = 0) -> RolloutResult:
+        """Give ``config.groups`` finished groups, or as many as the source has.
 
-    async def run(self, samples: Iterable[Sample], on_end: OnEnd) -> None:
-        """Complete all ``samples``, each by its own ``metadata["sampling_params"]``.
+        Groups that are in flight when there are enough are cut, within ``config.abort_seconds``. What they have goes
+        back to the source if the rules say so.
 
-        ``on_end`` is called once for each sample that was begun, with the error that ended it, if one did; what it
-        raises ends the run. Cancelling this cuts what is in flight, and hands the partial samples to ``on_end`` too. A
-        second cancel ends the drains of side data.
+        Args:
+            source: of groups.
+            rollout_id: noted on samples that a later rollout goes on with, as ``metadata["start_rollout_id"]``.
+
+        Raises:
+            StreamfoldError: too many groups failed. Everything that was taken has gone back to the source.
+            asyncio.CancelledError: this was cancelled. Likewise; a second cancel ends drains.
+            Exception: what the source or a filter raised. Likewise.
         """
-        work = iter(samples)
-        workers = [asyncio.ensure_future(self._work(work, on_end)) for _ in range(self._concurrency)]
-        cancelled = None
-        while pending := [worker for worker in workers if not worker.done()]:
-            try:
-                await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-            except asyncio.CancelledError as error:
-                cancelled = error
-            for worker in pending:  # none is left, or one has failed, or all are to end: calls end within bounds
-                worker.cancel()
-        for worker in workers:
-            if not worker.cancelled():
-                worker.result()
-        if cancelled is not None:
-            raise cancelled
+        tally = Tally()
+        rewards = self.rewards()
+        ledger = self.ledger(source, tally)
+        flight = self.flight(tally, rewards, await self.engines())
+        target, retried = self.config.groups, self.client.retried
 
-    async def _work(self, work: Iterator[Sample], on_end: OnEnd) -> None:
-        for sample in work:
-            before, dropped = sample.response_length, sample.metadata.get("restarted_tokens", 0)
-            error: StreamfoldError | ValueError | None = None
+        def state() -> tuple[int, str]:
+            return len(ledger.ready), f"{len(flight)} in flight, {tally.tokens} tokens"
+
+        with Watch(target if self.config.progress else None, state) as watch:
             try:
-                await complete(
-                    self._client,
-                    sample,
-                    sample.metadata["sampling_params"],
-                    retries=self._retries,
-                    stop_ids=self._stop_ids,
-                    logprobs=self._logprobs,
-                    experts=self._experts,
-                )
-            except (StreamfoldError, ValueError) as failure:
-                error = failure
+                await self._collect(flight, ledger, rollout_id)
+                await flight.abort()
+                ledger.enter_rest(flight)
+                groups = sorted(ledger.ready, key=rules.index_of)
+                if self.sample_filter is not None:
+                    self.sample_filter(groups)
+                ledger.settle()
+            except BaseException:
+                try:
+                    await flight.abort(now=True)
+                finally:
+                    ledger.enter_rest(flight)
+                    ledger.return_all()
+                raise
             finally:
-                self._written += max(0, sample.response_length - before)
-                self.restarted_tokens += sample.metadata.get("restarted_tokens", 0) - dropped
-                on_end(sample, error)
+                if rewards is not None:
+                    rewards.report()
+            for group in groups:
+                ledger.deliver(group, rollout_id)
+        tally.retries = self.client.retried - retried
+        if len(groups) < target:
+            tally.is_dry = True
+            log.warning("the source ran dry: rollout %d ends with %d of %d groups", rollout_id, len(groups), target)
+        return RolloutResult(groups, tally.metrics(watch))
+
+    async def _collect(self, flight: Flight, ledger: Ledger, rollout_id: int) -> None:
+        """Keep groups in flight until enough have ended."""
+        target = self.config.groups
+        while len(ledger.ready) < target:
+            while not ledger.is_dry and len(ledger.ready) + len(flight) < target:
+                for group in ledger.take(self.config.ask, rollout_id):
+                    flight.start(group, rollout_id)
+            ended = await flight.ended()
+            if ended is None:
+                return
+            ledger.enter(ended)
+            if ended.is_cancelled:
+                raise asyncio.CancelledError
+
+    # The parts, which a pool uses too.
+
+    def rewards(self) -> Rewards | None:
+        """What computes rewards in the running event loop."""
+        return None if self._reward is None else Rewards(self._reward, self.config.reward_threads)
+
+    def ledger(self, source: Source, tally: Tally, *, gives_back_all: bool = False) -> Ledger:
+        """A ledger of what is taken from ``source``."""
+        judged = self._reward is not None
+        return Ledger(source, self.config, self._filter, tally, judged=judged, gives_back_all=gives_back_all)
+
+    def flight(self, tally: Tally, rewards: Rewards | None, engines: int) -> Flight:
+        """A flight in the running event loop."""
+        return Flight(
+            self.config,
+            self._generate,
+            rewards=rewards,
+            at_once=self.config.concurrency * engines,
+            abort_engines=self.client.abort_engines,
+            on_abort=self._on_abort,
+            tally=tally,
+        )
+
+    async def engines(self) -> int:
+        """How many engines the client knows, at least one."""
+        return max(1, len(await self.client.workers()))
+
+
+class _Complete:
+    """The built-in generator."""
+
+    abort_mode: Final = "request"
+
+    def __init__(self, client: Client, config: RolloutConfig) -> None:
+        self._client = client
+        self._config = config
+        self._stop_ids = set(config.stop_ids)
+        self._ranks = [0] * config.dp_size
+
+    async def __call__(
+        self,
+        sample: Any,  # noqa: ANN401  # ours or a host's
+        sampling_params: Mapping[str, Any],
+        *,
+        aborted: Callable[[], bool],
+    ) -> Any:  # noqa: ANN401
+        session = getattr(sample, "session_id", None)
+        with self._rank() as extra:
+            return await complete(
+                self._client,
+                sample,
+                sampling_params,
+                resume=self._config.resume,
+                logprobs=self._config.logprobs,
+                stop_ids=self._stop_ids,
+                headers={"X-SMG-Routing-Key": session} if session else None,
+                extra=extra,
+                aborted=aborted,
+            )
+
+    @contextlib.contextmanager
+    def _rank(self) -> Iterator[dict[str, int] | None]:
+        """Name the rank with the fewest requests, if there are several."""
+        if len(self._ranks) == 1:
+            yield None
+            return
+        rank = self._ranks.index(min(self._ranks))
+        self._ranks[rank] += 1
+        try:
+            yield {"routed_dp_rank": rank}
+        finally:
+            self._ranks[rank] -= 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Int32 = npt.NDArray[np.int32]
 
-__all__ = ["Sample", "SampleLike", "check_ready", "merge", "meta_info"]
+__all__ = ["Sample", "SampleLike", "check_ready", "merge", "meta_info", "note", "restart"]
 
 
 _STATUS_OF: Final = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORTED"}
@@ -32,9 +32,21 @@ _STATUS_OF: Final = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORT
 _IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
 
 
+# What a sample starts without: all that calls have written, and what was made of it.
+_OF_CALLS: Final = (
+    "response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets", "rollout_routed_experts", "weight_versions", "version_spans", "spec_info",
+    "prefix_cache_info", "prompt_tokens", "cached_tokens", "status",
+)  # fmt: skip
+KNOWN_TEXT: Final = "streamfold_known_text"  # a note: how much of a joined text is certain
+_NOTES_OF_CALLS: Final = ("text_joined", "streamfold_ended", "start_rollout_id", KNOWN_TEXT)
+
+
 class SampleLike(Protocol):
     """What :func:`merge` needs of a sample, ours or a host's."""
 
+    index: int | None
+    prompt: Any
     tokens: list[int]
     response: str
     response_length: int
@@ -330,7 +342,7 @@ def merge(
             tokens=generation.token_ids.tolist(),
             log_probs=logprobs,
             trainable=trainable,
-            meta_info={**meta_info(generation), **_arrays(generation)},
+            meta_info={**meta_info(generation), **_arrays(sample, generation)},
             text=generation.text if generation.text is not None else text or "",
             update_terminal_info=generation.finish_reason is not None,
         )
@@ -342,6 +354,31 @@ def merge(
     if isinstance(sample, Sample):
         moved = [(version, before + start, before + end) for version, start, end in generation.version_spans]
         sample.version_spans = _joined([*sample.version_spans, *moved])
+
+
+def restart(sample: SampleLike) -> None:
+    """Go back to the prompt: clean in every field that calls have written, ours or a host's.
+
+    ``metadata["restarted_tokens"]`` counts the tokens that are dropped; other notes stay.
+    """
+    dropped, clean = sample.response_length, type(sample)()
+    sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
+    for name in _OF_CALLS:
+        if hasattr(sample, name):
+            setattr(sample, name, getattr(clean, name))
+    sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key not in _NOTES_OF_CALLS}
+    if dropped:
+        note(sample, restarted_tokens=dropped)
+
+
+def note(sample: SampleLike, **notes: int) -> None:
+    """Add to the counts that a sample carries in its metadata, or set a flag."""
+    # A dict of its own: the old one may be shared.
+    told = dict(sample.metadata or {})
+    for key, value in notes.items():
+        before = told.get(key)
+        told[key] = value + before if type(before) is int and value is not True else value
+    sample.metadata = told
 
 
 def check_ready(sample: SampleLike) -> None:
@@ -373,19 +410,31 @@ def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainab
         ):
             if (kept is None) != (new is None):
                 raise ValueError(f"some tokens have {what} and others none: ask for them in every call, or in none")
-    experts = generation.routed_experts
-    if experts is None:
-        return
-    rows = max(0, len(sample.tokens) + more - 1)
-    if len(experts) != rows or experts.ndim != 3:
-        raise ValueError(f"routed experts are of shape {experts.shape}, but {rows} rows (tokens - 1) are needed")
-    if not isinstance(sample, Sample):
+    experts = _whole_experts(sample, generation)
+    if experts is not None and not isinstance(sample, Sample):
         shape = tuple(getattr(args, name, None) for name in ("num_layers", "moe_router_topk"))
         if shape != experts.shape[1:]:
             raise ValueError(
                 f"routed experts are of shape {experts.shape}, but args tell {shape[0]} layers (num_layers) "
                 f"of {shape[1]} experts (moe_router_topk)"
             )
+
+
+def _whole_experts(sample: SampleLike, generation: Generation) -> Int32 | None:
+    """The rows of all tokens but the last: those of the generation, or those kept and then those."""
+    new = generation.routed_experts
+    if new is None:
+        return None
+    rows = max(0, len(sample.tokens) + len(generation.token_ids) - 1)
+    kept = getattr(sample, "rollout_routed_experts", None)
+    have = 0 if kept is None else len(kept)
+    if new.ndim == 3 and len(new) == rows:
+        return new.astype(np.int32, copy=False)
+    if new.ndim == 3 and kept is not None and have + len(new) == rows:
+        return np.concatenate([np.asarray(kept, np.int32), new.astype(np.int32, copy=False)])
+    raise ValueError(
+        f"routed experts are of shape {new.shape}, but {rows} rows (tokens - 1) are needed, and {have} are kept"
+    )
 
 
 def meta_info(generation: Generation) -> dict[str, Any]:
@@ -404,10 +453,9 @@ def meta_info(generation: Generation) -> dict[str, Any]:
     return meta | {key: value for key, value in latest.items() if value is not None}
 
 
-def _arrays(generation: Generation) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
-    if generation.routed_experts is not None:
-        arrays["routed_experts"] = generation.routed_experts.astype(np.int32, copy=False)
+def _arrays(sample: SampleLike, generation: Generation) -> dict[str, Any]:
+    experts = _whole_experts(sample, generation)
+    arrays: dict[str, Any] = {} if experts is None else {"routed_experts": experts}
     if generation.top_p is not None:
         for key, array in zip(("top_p_token_ids", "top_p_token_offsets"), generation.top_p, strict=True):
             arrays[key] = base64.b64encode(array.tobytes()).decode()

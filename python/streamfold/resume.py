@@ -1,0 +1,375 @@
+"""One sample to its end: asked for, written, and asked for again from its own tokens, as the policy says.
+
+Generations are never joined to each other. What a call brought is merged into the sample; a later call is asked with
+the sample's tokens and the budget less them, exactly as for any partial sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+from streamfold.engines import expects_top_p
+from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
+from streamfold.sample import KNOWN_TEXT, check_ready, merge, note, restart
+from streamfold.text import has_stopped_at, whole_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from streamfold._core import Generation
+    from streamfold.client import Client
+    from streamfold.sample import Sample, SampleLike
+    from streamfold.text import Tokenizer
+
+__all__ = ["Resume", "complete", "complete_all"]
+
+Resume = Literal["continue", "restart", "raise"]
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # what a request holds besides, now or when it is made
+S = TypeVar("S", bound="SampleLike")
+
+_LOGGER = logging.getLogger("streamfold")
+_ENDED: Final = ("COMPLETED", "TRUNCATED")
+_LOOK_SECONDS: Final = 0.1  # how often a pause looks whether the host is aborting
+
+
+async def complete(
+    client: Client,
+    sample: S,
+    sampling_params: Mapping[str, Any],
+    *,
+    resume: Resume = "continue",
+    args: Any = None,  # noqa: ANN401  # the host's own
+    logprobs: bool = True,
+    tokenizer: Tokenizer | None = None,
+    stop_ids: set[int] | None = None,
+    headers: Mapping[str, str] | None = None,
+    extra: Extra | None = None,
+    aborted: Callable[[], bool] | None = None,
+    resume_aborts: bool = True,
+    on_generation: Callable[[Generation], object] | None = None,
+) -> S:
+    """Ask for ``sample`` until it is COMPLETED or TRUNCATED, each time going on from the tokens that it has.
+
+    What a call brought is written before anything else happens, also when the call failed or this is cancelled. While
+    no token has come the client itself tries again. After that ``resume`` decides about a stream that was truncated or
+    damaged, an engine that fell silent, a retryable error and an abort that nobody here asked for. Each resume is
+    logged and counted in ``metadata["resumed"]``; ``client.retries`` bounds how many there are, and says how long to
+    wait before each.
+
+    A prompt without ids (``sample.tokens`` empty) goes to the engine as ``sample.prompt``. Such a sample cannot go on
+    from its own tokens: once cut, it starts again from its prompt, and ``metadata["restarted_tokens"]`` counts what
+    was dropped. So does one that was cut in the middle of what may be a stop string.
+
+    Args:
+        client: of the engine.
+        sample: ours or a host's; PENDING, or ABORTED and gone on with. One that is at its end is returned as it is.
+        sampling_params: as the engine has them, for the whole response: ``max_new_tokens`` counts all of it, and a
+            call is given what is left. Without it nothing is resumed. Never changed.
+        resume: ``"continue"`` goes on from the tokens that came. ``"restart"`` goes back to the state before the call
+            that failed, and asks again. ``"raise"`` leaves it to the caller.
+        args: the host's settings, for its samples.
+        logprobs: whether to ask for log-probabilities; the same for all calls of a sample.
+        tokenizer: makes text of ids where the engine sends none, or was cut; None: the client's.
+        stop_ids: tokens that end a response, besides ``stop_token_ids``. An abort may come with such a token, and
+            then there is nothing to go on with. Those at which the engine is seen to stop are added to it.
+        headers: of each request.
+        extra: further keys of each request, or a function that gives them anew. If there is ``text`` or ``input_ids``
+            among them, that is the prompt.
+        aborted: a host's own flag: no request leaves while it is true, and nothing is resumed.
+        resume_aborts: whether an abort event that nobody here asked for is gone on with. If not, it is a result.
+        on_generation: told what each call brought, before it is written.
+
+    Returns:
+        The sample, at its end. ABORTED if somebody aborted its call, or the engine did and that is a result.
+
+    Raises:
+        StreamfoldError: the last try failed, or another one would be refused again (4xx), or side data that was asked
+            for did not come. The sample is ABORTED and holds what can be gone on with.
+        ValueError: something asked for makes no sense, or what came does not fit the sample.
+        asyncio.CancelledError: somebody cancelled this. What had arrived is in the sample, which is ABORTED, unless
+            the engine was faster.
+    """
+    work = _Completion(
+        client=client,
+        sample=sample,
+        params=dict(sampling_params),
+        args=args,
+        logprobs=logprobs,
+        tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
+        ends=set() if stop_ids is None else stop_ids,
+        headers=headers,
+        extra=extra,
+        aborted=aborted,
+        on_generation=on_generation,
+    )
+    if work.has_ended:
+        return sample
+    check_ready(sample)
+    work.check()
+    failures = 0
+    for tries_left in itertools.count(client.retries.tries - 1, -1):
+        if work.settle():
+            return sample
+        generation, error, cut_here = await work.ask()
+        if error is None and generation.finish_reason == "abort" and resume_aborts and not cut_here:
+            message = "the engine aborted it, and nobody here had asked for that"
+            error = EngineError(message, retryable=True, partial=generation)
+        again = (
+            error is not None
+            and resume != "raise"
+            and tries_left > 0
+            and "max_new_tokens" in sampling_params
+            and _worth_another_try(error, generation)
+        )
+        if again and resume == "restart":
+            note(sample, restarted_tokens=len(generation.token_ids))
+        elif not work.try_to_write(generation, error):
+            again = False
+        if error is None or work.settle():
+            return sample
+        if not again or (aborted is not None and aborted()):
+            raise error
+        note(sample, resumed=1)
+        failures = 1 if len(generation.token_ids) else failures + 1
+        _LOGGER.info("sample %s goes on from token %s after: %s", sample.index, sample.response_length, error)
+        await _pause(client.retries.pause(failures), aborted)
+    raise AssertionError  # the count has no end
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Completion:
+    """One sample, and how it is asked for."""
+
+    client: Client
+    sample: SampleLike
+    params: dict[str, Any]
+    args: Any
+    logprobs: bool
+    tokenizer: Tokenizer | None
+    ends: set[int]
+    headers: Mapping[str, str] | None
+    extra: Extra | None
+    aborted: Callable[[], bool] | None
+    on_generation: Callable[[Generation], object] | None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.sample.status.name in _ENDED
+
+    def check(self) -> None:
+        """Refuse what cannot end well before anything is asked for."""
+        sample, limit = self.sample, self.params.get("max_new_tokens")
+        if isinstance(limit, int) and limit < sample.response_length:
+            raise ValueError(f"max_new_tokens is {limit}, but the response has {sample.response_length} tokens already")
+        has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
+        if sample.response_length and expects_top_p(self.params) != has_top_p:
+            raise ValueError(
+                "a part of the response has top-p ids and the rest would not: ask for them always, or never"
+            )
+
+    async def ask(self) -> tuple[Generation, StreamfoldError | None, bool]:
+        """Make one call: what it brought, what it failed with, and whether it was cut from here."""
+        sample, has = self.sample, self.sample.response_length
+        params = dict(self.params)
+        for name in ("max_new_tokens", "min_new_tokens"):
+            if isinstance(params.get(name), int) and params[name] > 0:  # whatever else it is, is not for us to mend
+                params[name] = max(0, params[name] - has)
+        extra = dict((self.extra() if callable(self.extra) else self.extra) or {})
+        if not sample.tokens and not extra.keys() & {"text", "input_ids"}:
+            extra["text"] = sample.prompt
+        call = self.client.start(
+            None if extra.keys() & {"text", "input_ids"} else sample.tokens,
+            params,
+            logprobs=self.logprobs,
+            headers=self.headers,
+            extra=extra,
+            aborted=self.aborted,
+        )
+        try:
+            return await call, None, call.aborting
+        except StreamfoldError as error:
+            return await call.abort(), error, False  # at once: it has ended
+        except BaseException as because:
+            self.try_to_write(await call.abort(), because)
+            raise
+
+    def try_to_write(self, generation: Generation, because: BaseException | None) -> bool:
+        """Write what a call brought. Where it ended ``because`` of something, that is what has to be told."""
+        try:
+            self.write(generation)
+        except Exception:
+            if because is None:
+                raise
+            _LOGGER.exception("nothing of a call of sample %s could be kept", self.sample.index)
+            return False
+        return True
+
+    def write(self, generation: Generation) -> None:
+        """Write what a call brought, or count it as lost if it is of no use without what did not come with it.
+
+        Raises:
+            EngineError: the response has come to its end, and arrays that were asked for did not come with it.
+            ValueError: it does not fit the sample.
+        """
+        if self.on_generation is not None:
+            self.on_generation(generation)
+        sample, before, more = self.sample, self.sample.response_length, len(generation.token_ids)
+        known = self._known_text
+        ended = generation.finish_reason in ("stop", "length")
+        lacks_top_p = more > 0 and generation.top_p is None and expects_top_p(self.params)
+        lacks_experts = ended and self.client.experts is not None and generation.routed_experts is None
+        if lacks_top_p or lacks_experts:
+            # Both come with the terminal event alone. Tokens without their top-p ids cannot be replayed.
+            note(sample, lost_side_data=more)
+            sample.status = type(sample.status)["ABORTED"]
+            if ended:
+                what = "top-p ids" if lacks_top_p else "routed experts"
+                raise EngineError(
+                    f"the engine sent no {what}, which were asked for, with its last event: was it started with them?",
+                    partial=generation,
+                )
+            return
+        if generation.finish_reason == "stop" and isinstance(generation.matched, int):
+            self.ends.add(generation.matched)
+        text = None
+        if generation.text is None and more and self.tokenizer is not None:
+            skip = self.params.get("skip_special_tokens", True)
+            text = self.tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=skip)
+        merge(sample, generation, self.args, text=text)
+        if not before or not more:
+            return
+        if ended or self.tokenizer is None:
+            self._retell(known, generation.text, generation.matched)
+        else:  # to decode it takes time, which an abort of thousands has not
+            sample.metadata = {**sample.metadata, KNOWN_TEXT: known}
+
+    def settle(self) -> bool:
+        """Whether the sample is at its end. If it was cut: see that it is, or that it can be gone on with."""
+        sample = self.sample
+        if self.has_ended:
+            return True
+        if (ended_as := self._ended_as()) is not None:
+            sample.status = type(sample.status)[ended_as]
+            if not self._lacks_experts():
+                return True
+            restart(sample)  # no later call will bring them
+        elif sample.response_length and (
+            len(sample.tokens) == sample.response_length or has_stopped_at(sample.response, self.params).within
+        ):
+            # An engine looks for stop strings in what it generates itself: it would miss one that begins before a cut.
+            restart(sample)
+        return False
+
+    def _ended_as(self) -> str | None:
+        """What a cut response amounts to, if it has come to its end all the same."""
+        sample, params = self.sample, self.params
+        limit = params.get("max_new_tokens")
+        full = isinstance(limit, int) and sample.response_length >= limit
+        if not sample.response_length:
+            return "TRUNCATED" if full else None
+        # An engine that aborts a request does not look whether its last token would have ended it.
+        last = sample.tokens[-1]
+        if not params.get("ignore_eos") and last in self.ends.union(params.get("stop_token_ids") or ()):
+            self._retell(self._known_text, None, last)
+            return "COMPLETED"
+        if (stop := has_stopped_at(sample.response, params)).end is not None:
+            self._retell(self._known_text, None, None)
+            stop = has_stopped_at(sample.response, params)
+            sample.response = sample.response[: stop.end]
+            return "COMPLETED"
+        if full:
+            self._retell(self._known_text, None, None)
+            return "TRUNCATED"
+        return None
+
+    @property
+    def _known_text(self) -> int:
+        """So many characters of the response stand before the first border at which it was only joined."""
+        known: int = (self.sample.metadata or {}).get(KNOWN_TEXT, len(self.sample.response))
+        return known
+
+    def _retell(self, known: int, last: str | None, matched: int | str | None) -> None:
+        """Make the text of a response that came in parts one text, or say that it was only joined."""
+        sample, text = self.sample, None
+        if self.tokenizer is not None:
+            text = whole_text(sample, self.tokenizer, self.params, known=known, last=last, matched=matched)
+        if text is not None:
+            sample.response = text
+        elif last is not None:  # an empty one too: the part before it may have held half a character back
+            note(sample, text_joined=True)
+        sample.metadata = {key: value for key, value in sample.metadata.items() if key != KNOWN_TEXT}
+
+    def _lacks_experts(self) -> bool:
+        rows = getattr(self.sample, "rollout_routed_experts", None)
+        tokens, has = len(self.sample.tokens), self.sample.response_length
+        return self.client.experts is not None and has > 0 and (rows is None or len(rows) != tokens - 1)
+
+
+def _worth_another_try(error: StreamfoldError, generation: Generation) -> bool:
+    """Whether to go on after a failure. While no token had come the client has tried again as often as it may."""
+    if isinstance(error, EngineError):
+        return error.retryable and (len(generation.token_ids) > 0 or generation.finish_reason == "abort")
+    # A damaged event after good tokens is a stream that was cut.
+    return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and len(generation.token_ids) > 0
+
+
+async def _pause(seconds: float, aborted: Callable[[], bool] | None) -> None:
+    """Wait, but not after the host has begun to abort."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while (left := until - loop.time()) > 0 and not (aborted is not None and aborted()):  # noqa: ASYNC110  # a host's flag
+        await asyncio.sleep(left if aborted is None else min(left, _LOOK_SECONDS))
+
+
+async def complete_all(
+    client: Client,
+    samples: Iterable[Sample],
+    on_end: Callable[[Sample, StreamfoldError | ValueError | None], object],
+    *,
+    concurrency: int = 64,
+    stop_ids: Iterable[int] = (),
+    logprobs: bool = True,
+) -> None:
+    """Complete all ``samples``, each by its own ``metadata["sampling_params"]``, so many at once.
+
+    ``on_end`` is called once for each sample that was begun, with the error that ended it, if one did; what it raises
+    ends the run. Cancelling this cuts what is in flight, and hands the partial samples to ``on_end`` too. A second
+    cancel ends the drains of side data.
+
+    Raises:
+        ValueError: ``concurrency`` is below 1.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+    rest, ends = iter(samples), set(stop_ids)
+
+    async def work() -> None:
+        for sample in rest:
+            params = sample.metadata["sampling_params"]
+            error: StreamfoldError | ValueError | None = None
+            try:
+                await complete(client, sample, params, stop_ids=ends, logprobs=logprobs)
+            except (StreamfoldError, ValueError) as failure:
+                error = failure
+            finally:
+                on_end(sample, error)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    cancelled = None
+    while pending := [worker for worker in workers if not worker.done()]:
+        try:
+            await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        for worker in pending:  # none is left, or one has failed, or all are to end: calls end within bounds
+            worker.cancel()
+    for worker in workers:
+        if not worker.cancelled():
+            worker.result()
+    if cancelled is not None:
+        raise cancelled

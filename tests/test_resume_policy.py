@@ -1,0 +1,202 @@
+"""What happens after a stream broke off: what is gone on with, what is asked again, what moves together."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from completing import SOON, answers, completed, cut, part, sample_of
+from replay import DONE, HANG, PROMPT, Replay, Request, chunk, event, head, stream, until
+from streamfold import Client, EngineError, Experts, Generation, StreamTruncated
+from streamfold.limits import Retries
+from streamfold.loopback import Loopback
+from streamfold.sample import Sample, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from replay import Step
+    from streamfold.resume import Resume
+
+
+@pytest.fixture
+def engine() -> Iterator[Loopback]:
+    with Loopback(token_rate=400, prefill_delay=0.005, stop_probability=1 / 60) as running:
+        yield running
+
+
+# The policy.
+
+
+@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize("resume", ["continue", "restart"])
+async def test_a_stream_reset_after_k_events_ends_as_if_it_never_had_been(resume: Resume, k: int) -> None:
+    """The tokens of a failed try must neither be doubled nor stay beside those of the next one."""
+    ids = [10, 11, 12, 13, 14]
+
+    def serve(request: Request) -> Sequence[Step]:
+        kept = request.json["input_ids"][3:]
+        rest, n = ids[len(kept) :], len(request.json["input_ids"])
+        if len(engine.generates) == 1 and k:
+            return cut(*[event(ids[:i], i, prompt_tokens=n) for i in range(1, k + 1)])
+        return stream(part(rest, prompt=n, finish="stop"), DONE)
+
+    async with Replay(serve) as engine, Client(engine.url, retries=SOON) as client:
+        sample = await completed(client, sample_of(), resume=resume)
+    assert sample.tokens == [*PROMPT, *ids]
+    assert sample.rollout_log_probs == [-token / 8 for token in ids]
+    assert (sample.loss_mask, sample.response_length) == ([1] * 5, 5)
+    assert sample.response == "".join(chr(97 + token % 26) for token in ids)
+    if k:
+        again = engine.generates[1].json
+        assert again["input_ids"] == (PROMPT if resume == "restart" else [*PROMPT, *ids[:k]])
+        assert again["sampling_params"]["max_new_tokens"] == (8 if resume == "restart" else 8 - k)
+        assert sample.metadata["resumed"] == 1
+        assert sample.metadata.get("restarted_tokens", 0) == (k if resume == "restart" else 0)
+
+
+async def test_a_policy_of_raising_leaves_what_came_and_asks_no_more() -> None:
+    aborted = stream(part([10, 11], finish="abort"), DONE)
+    async with (
+        Replay(answers(cut(part([10, 11])), aborted)) as engine,
+        Client(engine.url, retries=SOON) as client,
+    ):
+        for error in (StreamTruncated, EngineError):
+            sample = sample_of()
+            with pytest.raises(error) as raised:
+                await completed(client, sample, resume="raise")
+            assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
+            assert raised.value.partial is not None
+            assert raised.value.partial.token_ids.tolist() == [10, 11]
+    assert len(engine.generates) == 2
+
+
+async def test_where_an_abort_event_is_a_result_it_is_written_and_not_gone_on_with() -> None:
+    async with (
+        Replay(stream(part([10, 11], finish="abort"), DONE)) as engine,
+        Client(engine.url, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of(), resume_aborts=False)
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
+    assert len(engine.generates) == 1
+
+
+async def test_a_call_that_somebody_else_aborts_is_a_result_and_not_gone_on_with() -> None:
+    running: list[Step] = [head(), chunk(part([10])), HANG]
+    async with Replay(running) as engine, Client(engine.url, retries=SOON) as client:
+        task = asyncio.ensure_future(completed(client, sample_of()))
+        await until(lambda: client.running and client.running[0].token_count)
+        await client.abort_all()
+        sample = await task
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10], Sample.Status.ABORTED)
+    assert len(engine.generates) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "in the pause"])
+async def test_no_request_leaves_while_the_host_is_aborting(when: str) -> None:
+    aborting = when == "before"
+    async with (
+        Replay(cut(part([10, 11]))) as engine,
+        Client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
+    ):
+        sample = sample_of()
+        task = asyncio.ensure_future(completed(client, sample, aborted=lambda: aborting))
+        if not aborting:
+            await until(lambda: sample.response_length == 2)
+            aborting = True
+            # The truncated stream is what there was; the pause before the next request ends at once.
+            await asyncio.wait_for(task, 5)
+            assert sample.tokens == [*PROMPT, 10, 11]
+        await task
+        assert sample.status is Sample.Status.ABORTED
+        assert len(engine.generates) == (0 if when == "before" else 1)
+
+
+async def test_a_cancel_in_the_pause_arrives_and_nothing_is_sent_afterwards() -> None:
+    async with (
+        Replay(cut(part([10, 11]))) as engine,
+        Client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
+    ):
+        sample = sample_of()
+        task = asyncio.ensure_future(completed(client, sample))
+        await until(lambda: sample.response_length == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.05)
+        assert len(engine.generates) == 1
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
+
+
+# The text across a border, and what rides beside the tokens.
+
+
+@pytest.mark.parametrize("border", range(1, 4))
+async def test_with_a_tokenizer_an_emoji_cut_in_pieces_is_whole_again(engine: Loopback, border: int) -> None:
+    """The engine's own texts of the two calls have lost it: a half is held back, or taken for a part of the prompt."""
+    params: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True}
+    seed, at, told = next(
+        (seed, at, told)
+        for seed in range(1000)
+        for told in [engine.undisturbed(PROMPT, {**params, "sampling_seed": seed}, return_logprob=True)]
+        for at, token in enumerate(told.token_ids[:40])
+        if token == 0xF0 and at > 2
+    )
+    params["sampling_seed"] = seed
+    samples = []
+    for tokenizer in (engine.tokenizer, None):
+        async with Client(engine.url, tokenizer=tokenizer, retries=SOON) as client:
+            sample = sample_of(**params)
+            merge(sample, await client.generate(PROMPT, {**params, "max_new_tokens": at + border}))
+            sample.status = Sample.Status.ABORTED
+            samples.append(await completed(client, sample))
+    decoded, joined = samples
+    assert decoded.tokens == joined.tokens == [*PROMPT, *told.token_ids]
+    assert decoded.response == engine.tokenizer.decode(told.token_ids)
+    assert "text_joined" not in decoded.metadata
+    assert joined.response != decoded.response
+    assert joined.metadata["text_joined"] is True
+
+
+@pytest.mark.parametrize("kind", ["whole", "new"])
+async def test_routed_experts_of_two_calls_are_one_array_whichever_kind_the_second_brings(kind: str) -> None:
+    """verl-project/verl#6029: whole sequences were appended, and new parts took the place of what had been there."""
+    shape = Experts(1, 1, 256, "uint8")
+
+    def rows(first: int, count: int) -> dict[str, Any]:
+        packed = base64.b64encode(bytes(range(first, first + count))).decode()
+        return {"routed_experts": packed, "routed_experts_dtype": "uint8"}
+
+    start = 4 if kind == "new" else 0
+    replies = [
+        stream(part([10, 11], finish="abort", **rows(0, 4)), DONE),
+        stream(part([12, 13, 14], prompt=5, finish="stop", **rows(start, 7 - start)), DONE),
+    ]
+    async with Replay(answers(*replies)) as engine, Client(engine.url, experts=shape, retries=SOON) as client:
+        sample = sample_of()
+        await completed(client, sample, resume_aborts=False)
+        assert sample.rollout_routed_experts is not None
+        assert sample.rollout_routed_experts.shape == (4, 1, 1)
+        merge(sample, await client.generate(sample.tokens, {"max_new_tokens": 6}, experts_start=start))
+    assert sample.rollout_routed_experts.ravel().tolist() == list(range(7))
+
+
+async def test_routed_experts_that_are_neither_whole_nor_what_is_missing_are_refused_with_both_numbers() -> None:
+    sample = sample_of()
+    experts = np.zeros((3, 1, 1), np.int32)
+    with pytest.raises(ValueError, match=r"shape \(3, 1, 1\), but 4 rows"):
+        merge(sample, Generation([10, 11], [-1.0, -1.0], routed_experts=experts, finish_reason="stop"))
+    assert sample.tokens == PROMPT
+
+
+async def test_versions_are_told_over_the_whole_response() -> None:
+    first = cut(event([10], 1, weight_version="3"), event([10, 11], 2, weight_version="4"))
+    second = stream(part([12, 13], prompt=5, finish="stop", weight_version="4"), DONE)
+    async with Replay(answers(first, second)) as engine, Client(engine.url, retries=SOON) as client:
+        sample = await completed(client, sample_of())
+    assert sample.version_spans == [("3", 0, 1), ("4", 1, 4)]
+    assert sample.weight_versions == ["4"]
