@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], str]
 
 
-def fold(reads: Sequence[bytes], loads: Callable[[str], Any], *, incremental: bool) -> Arrays:
+def fold(reads: Sequence[bytes], dialect: str, loads: Callable[[str], Any]) -> Arrays:
     """Read a whole reply body: token ids int32 ``[n]``, logprobs float64 ``[n]``, the text."""
-    accumulator = Accumulator(incremental=incremental)
+    accumulator = VllmAccumulator() if dialect == "vllm" else Accumulator(incremental=dialect == "sglang-incremental")
     for event in events(reads, loads):
         accumulator.add(event)
     return accumulator.arrays()
 
 
-def fold_json(reads: Sequence[bytes], *, incremental: bool) -> Arrays:
+def fold_json(reads: Sequence[bytes], dialect: str) -> Arrays:
     """Way (a): the standard library's parser."""
-    return fold(reads, json.loads, incremental=incremental)
+    return fold(reads, dialect, json.loads)
 
 
-def fold_orjson(reads: Sequence[bytes], *, incremental: bool) -> Arrays:
+def fold_orjson(reads: Sequence[bytes], dialect: str) -> Arrays:
     """Way (b): orjson."""
-    return fold(reads, orjson.loads, incremental=incremental)
+    return fold(reads, dialect, orjson.loads)
 
 
 def events(reads: Iterable[bytes], loads: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
@@ -132,3 +132,32 @@ class Accumulator:
             raise ValueError("the stream ended before its finish reason")
         token_ids = np.array(self.token_ids, dtype=np.int32)
         return token_ids, np.array(self.logprobs, dtype=np.float64), "".join(self.texts)
+
+
+class VllmAccumulator:
+    """The same for vLLM's events, which hold what is new and count all."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: str | None = None
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Append the new tokens of one event."""
+        for choice in event["choices"]:
+            ids, content = choice["token_ids"], choice["logprobs"]["content"]
+            if [entry["token_id"] for entry in content] != ids:
+                raise ValueError(f"the ids and the logprobs of the event after token {len(self.token_ids)} disagree")
+            self.token_ids += ids
+            self.logprobs += [entry["logprob"] for entry in content]
+            self.finish_reason = choice["finish_reason"]
+        usage = event["usage"]
+        if usage is not None and usage["completion_tokens"] != len(self.token_ids):
+            known, total = len(self.token_ids), usage["completion_tokens"]
+            raise ValueError(f"{known} tokens came, but the engine counts {total}")
+
+    def arrays(self) -> Arrays:
+        """Give what was read; there is no text."""
+        if self.finish_reason is None:
+            raise ValueError("the stream ended before its finish reason")
+        return np.array(self.token_ids, dtype=np.int32), np.array(self.logprobs, dtype=np.float64), ""

@@ -23,6 +23,10 @@ AIMS: Final = {
     ("single-token", "json"): 12,
     ("single-token", "orjson"): 5,
     ("cumulative", "json"): 30,
+    ("vllm", "json"): 8,
+    ("vllm", "orjson"): 3.5,
+    ("vllm single-token", "json"): 8,
+    ("vllm single-token", "orjson"): 3.5,
 }
 AIM_BYTES: Final = 14
 

@@ -41,8 +41,9 @@ class Recording:
 
     @property
     def dialects(self) -> tuple[str, ...]:
-        """Those that must give the same: all but a mix-up can be found out."""
-        return (self.dialect,) if "mix_up" in self.told else (self.dialect, "sglang")
+        """Those that must give the same: all of SGLang's but a mix-up can be found out."""
+        found_out = self.dialect.startswith("sglang") and "mix_up" not in self.told
+        return (self.dialect, "sglang") if found_out else (self.dialect,)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -51,13 +52,16 @@ class Recording:
         asked: dict[str, Any] = {"logprobs": self.told.get("logprobs", True)}
         if "prompt_len" in self.told:
             asked["prompt_len"] = self.told["prompt_len"]
-        if isinstance(request.get("input_ids"), list):
-            asked["prompt_len"] = len(request["input_ids"])
+        for key in ("input_ids", "token_ids"):
+            if isinstance(request.get(key), list):
+                asked["prompt_len"] = len(request[key])
         if "experts" in self.told:
             asked["experts"] = Shape(**self.told["experts"])
         if "return_routed_experts" in request:
             asked["experts"] = Shape(num_layers=3, top_k=2, num_experts=8)
             asked["experts_start"] = request.get("routed_experts_start_len", 0)
+        if "routed_experts_prompt_start" in request.get("sampling_params", {}):
+            asked["experts_start"] = request["sampling_params"]["routed_experts_prompt_start"]
         return asked
 
     def __str__(self) -> str:

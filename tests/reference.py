@@ -4,7 +4,8 @@ It states the rules of reading once more, with json, base64 and lists of Python 
 before each event, so that "all or nothing" needs no thought. It is slow on purpose, shares no code with the
 package, and is simpler than what it checks: the parser must agree with it in every field, bit for bit.
 
-This file frames and sums up; reference_json.py reads one value, reference_sglang.py one event of that dialect.
+This file frames and sums up; reference_json.py reads one value, reference_sglang.py and reference_vllm.py read one
+event of their dialects, by rules that they share in reference_rules.py.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+import reference_sglang
+import reference_vllm
 from reference_json import Undecodable, is_json
-from reference_sglang import Asked, ExpertsLike, Refused, State, after
+from reference_rules import Asked, ExpertsLike, Refused, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+MODES: dict[str, Literal["cumulative", "incremental"] | None] = {
+    "sglang": None,
+    "sglang-cumulative": "cumulative",
+    "sglang-incremental": "incremental",
+    "vllm": "incremental",
+    "vllm-completions": "incremental",
+}
 
 
 @dataclass(eq=False)
@@ -85,17 +96,15 @@ def read(
 ) -> Reading:
     """Read a whole body; the arguments are those of ``Parser`` and of its ``close``."""
     asked = Asked(logprobs, experts, prompt_len, experts_start, keep_clamped=clamped == "keep")
-    state = State(
-        mode={"sglang": None, "sglang-cumulative": "cumulative", "sglang-incremental": "incremental"}[dialect]
-    )
+    state = State(mode=MODES[dialect])
     done = False
     ending: dict[str, Any] = {}
     try:
         for name, data, complete in events(body):
             if data == b"[DONE]":
                 done = True
-            elif not done and state.finish is None and (complete or is_json(data)):
-                state = after(state, asked, name, data)
+            elif not done and (complete or is_json(data)):
+                state = after(dialect, state, asked, name, data)
         if state.finish is None and not aborted:
             ending = {"error": "StreamTruncated"}
     except Undecodable as error:
@@ -119,6 +128,13 @@ def read(
         done=done,
         **ending,
     )
+
+
+def after(dialect: str, state: State, asked: Asked, name: bytes, data: bytes) -> State:
+    """The state after one more event."""
+    if dialect.startswith("vllm"):
+        return reference_vllm.after(state, asked, name, data, completions=dialect == "vllm-completions")
+    return reference_sglang.after(state, asked, name, data)
 
 
 def top_p_of(state: State) -> tuple[list[int], list[int]] | None:

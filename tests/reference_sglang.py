@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
 import itertools
-import json
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from reference_json import Undecodable, bad, parse
+from reference_rules import (
+    Asked,
+    Refused,
+    State,
+    count,
+    decoded,
+    double,
+    ids_of_set,
+    matched_value,
+    refuse_if_error,
+    routed,
+    take_tokens,
+    take_versions,
+    token_value,
+    told,
+)
 
-CLAMPED = (-3.4028234663852886e38, -9999.0)
-LARGEST_TOKEN = 2**31 - 1
 EXPERT_DTYPES = {"int32": "<i4", "uint8": "|u1", "uint16": "<u2"}
 OWN_ATTRIBUTE = (
     "text",
@@ -32,73 +40,12 @@ OWN_ATTRIBUTE = (
 )
 
 
-class ExpertsLike(Protocol):
-    """What the reader needs to know about routed experts."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def num_experts(self) -> int | None: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the caller asked for."""
-
-    logprobs: bool
-    experts: ExpertsLike | None
-    prompt_len: int | None
-    experts_start: int
-    keep_clamped: bool
-
-
-@dataclass
-class State:
-    """All that is known after some events."""
-
-    mode: Literal["cumulative", "incremental"] | None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    text_missing: bool = False
-    versions: list[str | None] = field(default_factory=list)  # one for each token
-    told_spans: list[tuple[str, int, int]] | None = None
-    sets: list[list[int] | None] = field(default_factory=list)  # what each token was chosen from
-    sets_told: bool = False
-    experts: npt.NDArray[Any] | None = None
-    experts_at: int = 0  # the number of tokens they were told for
-    request_id: str | None = None
-    finish: str | None = None
-    matched: int | str | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    clamped: int = 0
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def text(self) -> str | None:
-        if not self.texts:
-            return None
-        return self.texts[-1] if self.mode == "cumulative" else "".join(self.texts)
-
-
-class Refused(Exception):
-    """The engine said no; ``state`` is what its last event still brought."""
-
-    def __init__(self, status: int | None, state: State | None = None) -> None:
-        super().__init__(status)
-        self.status = status
-        self.state = state
-
-
 def after(before: State, asked: Asked, name: bytes, data: bytes) -> State:
-    """The state after one more event."""
+    """The state after one more event; those that come after the last one are not looked at."""
+    if before.finish is not None:
+        return before
     event = parse(data)
-    refuse_if_error(event, name)
+    refuse_if_error(event, name, "meta_info")
     meta_info = event.get("meta_info") if isinstance(event, dict) else bad("schema")
     if not isinstance(meta_info, dict):
         bad("schema")
@@ -115,22 +62,6 @@ def after(before: State, asked: Asked, name: bytes, data: bytes) -> State:
     except Undecodable:
         raise Refused(status) from None
     raise Refused(status, state)
-
-
-def refuse_if_error(event: Any, name: bytes) -> None:
-    top = event if isinstance(event, dict) else {}
-    error = top.get("error")
-    alone = "meta_info" not in top and (top.get("detail") is not None or top.get("object") == "error")
-    if name == b"error" or isinstance(error, dict | str) or alone:
-        codes = [status_of(place.get("code")) for place in (error, top) if isinstance(place, dict)]
-        raise Refused(next((code for code in codes if code is not None), None))
-
-
-def status_of(code: Any) -> int | None:
-    """A status told as a number or in digits."""
-    if type(code) is str and code.isascii() and code.isdigit():
-        code = int(code)
-    return code if type(code) is int and 0 <= code < 2**16 else None
 
 
 def finish_of(meta_info: dict[str, Any]) -> tuple[str | None, int | str | None, int | None]:
@@ -150,24 +81,9 @@ def finish_of(meta_info: dict[str, Any]) -> tuple[str | None, int | str | None, 
         bad("schema")
     return (
         reason["type"],
-        matched if type(matched) is str or (type(matched) is int and abs(matched) < 2**63) else None,
+        matched_value(matched),
         status if status is not None and 400 <= status <= 599 else None,
     )
-
-
-def told(fields: dict[str, Any], key: str, *types: type) -> Any:
-    """The value of a key that may be absent or null, and has one of these types."""
-    value = fields.get(key)
-    if value is not None and type(value) not in types:
-        bad("schema")
-    return value
-
-
-def count(meta_info: dict[str, Any], key: str) -> int | None:
-    value: int | None = told(meta_info, key, int)
-    if value is not None and not 0 <= value < 2**32:
-        bad("schema")
-    return value
 
 
 def apply(state: State, asked: Asked, event: dict[str, Any], meta_info: dict[str, Any], finish: str | None) -> None:
@@ -229,25 +145,11 @@ def apply(state: State, asked: Asked, event: dict[str, Any], meta_info: dict[str
 
     # ids, then logprobs
     new_ids = [pair[1] for pair in new] if asked.logprobs else new
-    for token in new_ids:
-        if type(token) is not int or not 0 <= token <= LARGEST_TOKEN:
-            bad("token")
-    state.ids += new_ids
-    if asked.logprobs:
-        for logprob, _ in new:
-            if logprob is None or math.isinf(logprob) or (logprob in CLAMPED and not asked.keep_clamped):
-                bad("logprob")
-            state.logprobs.append(logprob)
-            state.clamped += logprob in CLAMPED
+    take_tokens(state, asked, new_ids, [pair[0] for pair in new] if asked.logprobs else [])
     take_text(state, text, shape, brought=len(new), queued=prompt_tokens is None)
     take_sets(state, meta_info, len(new))
     take_experts(state, asked, meta_info)
-    take_versions(state, meta_info, None if version is None else str(version), len(new), final=finish is not None)
-
-
-def token_value(token: Any) -> Any:
-    """A token id, or something that equals no token id: 12.0 and True are not 12 and 1."""
-    return token if type(token) is int else ("no integer", json.dumps(token))
+    take_versions(state, version, meta_info.get("weight_versions"), len(new), final=finish is not None)
 
 
 def pairs_of(meta_info: dict[str, Any]) -> list[tuple[float | None, Any]] | None:
@@ -258,13 +160,6 @@ def pairs_of(meta_info: dict[str, Any]) -> list[tuple[float | None, Any]] | None
         if type(pair) is not list or len(pair) < 2 or type(pair[0]) not in (int, float, type(None)):
             bad("schema")
     return [(double(pair[0]), token_value(pair[1])) for pair in pairs]
-
-
-def double(number: float | None) -> float | None:
-    try:
-        return None if number is None else float(number)
-    except OverflowError:
-        return math.inf
 
 
 def ordinary(state: State, items: list[Any], kept: list[Any], n: int) -> list[Any]:
@@ -327,29 +222,14 @@ def take_text(state: State, text: str | None, shape: str, *, brought: int, queue
         state.texts.append(text)
 
 
-def decoded(value: Any) -> bytes:
-    """Base64 as it is written: no stray characters, no missing padding, no bits left over."""
-    if type(value) is not str:
-        bad("metadata")
-    try:
-        raw = base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError):
-        bad("metadata")
-    if base64.b64encode(raw).decode() != value:
-        bad("metadata")
-    return raw
-
-
 def integers(value: Any) -> list[int]:
-    """A list of numbers from 0 to 2**31 - 1, or the base64 of little-endian int32."""
-    if type(value) is not list:
-        raw = decoded(value)
-        if len(raw) % 4:
-            bad("metadata")
-        value = np.frombuffer(raw, "<i4").tolist()
-    if not all(type(item) is int and 0 <= item <= LARGEST_TOKEN for item in value):
+    """A list of ids, or the base64 of little-endian int32."""
+    if type(value) is list:
+        return ids_of_set(value)
+    raw = decoded(value)
+    if len(raw) % 4:
         bad("metadata")
-    return list(value)
+    return ids_of_set(np.frombuffer(raw, "<i4").tolist())
 
 
 def take_sets(state: State, meta_info: dict[str, Any], new: int) -> None:
@@ -367,7 +247,7 @@ def take_sets(state: State, meta_info: dict[str, Any], new: int) -> None:
     elif mask is not None:
         if type(mask) is not list or not all(type(tokens) is list for tokens in mask):
             bad("metadata")
-        sets = [integers(tokens) for tokens in mask]
+        sets = [ids_of_set(tokens) for tokens in mask]
     else:
         state.sets += [None] * new
         return
@@ -389,39 +269,5 @@ def take_experts(state: State, asked: Asked, meta_info: dict[str, Any]) -> None:
     form = np.dtype(EXPERT_DTYPES[dtype])
     if len(raw) % form.itemsize:
         bad("metadata")
-    array = np.frombuffer(raw, form)
-    if asked.experts:
-        width = asked.experts.num_layers * asked.experts.top_k
-        prompt = state.prompt_tokens if asked.prompt_len is None else asked.prompt_len
-        rows = None if prompt is None else max(0, prompt + len(state.ids) - 1 - asked.experts_start)
-        if len(array) % width or rows not in (None, len(array) // width):
-            bad("metadata")
-        largest = asked.experts.num_experts
-        if largest is not None and not all(-1 <= expert < largest for expert in array.tolist()):
-            bad("metadata")
-        array = array.reshape(-1, asked.experts.num_layers, asked.experts.top_k)
-    state.experts, state.experts_at = array, len(state.ids)
-
-
-def take_versions(state: State, meta_info: dict[str, Any], version: str | None, new: int, *, final: bool) -> None:
-    state.versions += [version] * new
-    told_spans = meta_info.get("weight_versions") if final else None
-    if told_spans is None:
-        return
-    if type(told_spans) is not list:
-        bad("metadata")
-    spans, end = [], 0
-    for span in told_spans:
-        if type(span) is not dict or type(span.get("version")) not in (str, int, float):
-            bad("metadata")
-        if type(span.get("start")) is not int or type(span.get("end")) is not int or span["start"] > span["end"]:
-            bad("metadata")
-        if span["start"] == span["end"]:
-            continue
-        if span["start"] != end:
-            bad("metadata")
-        end = span["end"]
-        spans.append((str(span["version"]), span["start"], end))
-    if end != len(state.ids):
-        bad("metadata")
-    state.told_spans = spans
+    state.experts = routed(np.frombuffer(raw, form), None, state, asked)
+    state.experts_at = len(state.ids)

@@ -11,11 +11,11 @@ import pytest
 from benches.bench_parser import WAYS
 from benches.memory import held_by_parser
 from benches.report import AIM_BYTES, report
-from benches.streams import READ, Stream, cumulative, incremental
+from benches.streams import READ, Stream, cumulative, incremental, vllm
 from folding import fold
 
 DATA = Path(__file__).parent / "data" / "streams"
-STREAMS = [incremental(3_000), incremental(500, per_event=1), cumulative(500)]
+STREAMS = [incremental(3_000), incremental(500, per_event=1), cumulative(500), vllm(3_000), vllm(500, per_event=1)]
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
@@ -25,20 +25,21 @@ def events(body: bytes) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
 def test_every_way_reads_what_the_stream_holds(stream: Stream, way: str) -> None:
-    token_ids, logprobs, text = WAYS[way](stream.reads, incremental=stream.incremental)
-    expected = fold(b"".join(stream.reads)).reading
+    token_ids, logprobs, text = WAYS[way](stream.reads, stream.dialect)
+    expected = fold(b"".join(stream.reads), stream.dialect).reading
     assert token_ids.tolist() == expected.token_ids
     assert logprobs.tolist() == expected.logprobs
-    assert text == expected.text
+    assert text == (expected.text or "")
     assert len(token_ids) == stream.tokens
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_refuses_a_stream_that_lost_an_event(way: str) -> None:
-    events = b"".join(incremental(3_000).reads).split(b"\n\n")
+@pytest.mark.parametrize("stream", [STREAMS[0], STREAMS[3]], ids=lambda stream: stream.name)
+def test_every_way_refuses_a_stream_that_lost_an_event(stream: Stream, way: str) -> None:
+    events = b"".join(stream.reads).split(b"\n\n")
     del events[7]
-    with pytest.raises(ValueError, match="140"):
-        WAYS[way]([b"\n\n".join(events)], incremental=True)
+    with pytest.raises(ValueError, match=r"1[46]0"):
+        WAYS[way]([b"\n\n".join(events)], stream.dialect)
 
 
 @pytest.mark.parametrize("stream", [STREAMS[0], STREAMS[2]], ids=lambda stream: stream.name)
@@ -49,6 +50,22 @@ def test_events_have_the_keys_of_recorded_ones_in_their_order(stream: Stream) ->
         assert list(ours[index]) == list(theirs[index])
         assert list(ours[index]["meta_info"]) == list(theirs[index]["meta_info"])
     assert len(ours[1]["meta_info"]) == 13
+
+
+def test_events_of_vllm_have_the_keys_of_recorded_ones_in_their_order() -> None:
+    recorded = events((DATA / "vllm-0.32" / "dense-80-stream-interval.sse").read_bytes())
+    ours = events(b"".join(STREAMS[3].reads))
+    for index in (0, 1, -2, -1):
+        one, other = ours[index], recorded[index]
+        assert list(one) == list(other)
+        assert list(one["usage"]) == list(other["usage"])
+        for choice, theirs in zip(one["choices"], other["choices"], strict=True):
+            assert list(choice) == list(theirs)
+            entry, its = choice["logprobs"]["content"][0], theirs["logprobs"]["content"][0]
+            assert list(entry) == list(its)
+            assert [list(likely) for likely in entry["top_logprobs"]] == [
+                list(likely) for likely in its["top_logprobs"]
+            ]
 
 
 def test_a_reply_in_flight_holds_at_most_14_bytes_a_token() -> None:

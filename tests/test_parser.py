@@ -20,6 +20,7 @@ from bodies import DONE, Shape, event, finish, logprobs, pieces, random_cuts, re
 from folding import check_owned, fold, folded, parser_for
 from reference import differences, read
 from streamfold import DecodeError, EngineError, Experts, Generation, Parser, StreamfoldError, StreamTruncated
+from streamfold._core import DIALECTS
 
 FIRST = event([11], 1, text="a")
 LAST = event([12, 13], 3, text="b", reason=finish(matched=13))
@@ -294,7 +295,7 @@ def feed_damaged(count: int, seed: int) -> None:
             dtypes: list[Any] = ["int32", "uint8", "uint16"]
             asked["experts"] = Shape(rng.choice([1, 3]), 2, rng.choice([None, 8]), rng.choice(dtypes))
             asked["experts_start"] = rng.choice([0, 1, 2**31, 2**40])
-        parser = parser_for(rng.choice(["sglang", "sglang-cumulative", "sglang-incremental"]), **asked)
+        parser = parser_for(rng.choice([recording.dialect, *DIALECTS]), **asked)
         with contextlib.suppress(StreamfoldError):
             for piece in pieces(body, random_cuts(body, rng)):
                 parser.feed(piece)

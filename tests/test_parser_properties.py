@@ -20,7 +20,9 @@ from folding import Folded, check_owned, fold, folded, parser_for
 from reference import Reading, differences, exact, read
 from streamfold import StreamfoldError
 from streamfold.loopback import wire
-from written import Written, written
+from written import Written
+from written import written as written_by_sglang
+from written_vllm import written as written_by_vllm
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +41,11 @@ pytestmark = pytest.mark.timeout(7_200 if SOAK else 120)
 NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 ODD = [b"0", b"-1", b"-0.0", b"12.5", b"1e3", b"2147483648", b"9" * 25, b"1e999", b"null", b'"x"', b"true", b"[]"]
 CUT_IN = [*ODD, b"\n", b"\r", b"\xff", b'"', b",", b"data: "]
+
+
+def written() -> st.SearchStrategy[Written]:
+    """A stream of either engine that is as it should be."""
+    return st.one_of(written_by_sglang(), written_by_vllm())
 
 
 @st.composite

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bodies import Shape
 from reference import Reading
-from reference_sglang import CLAMPED
+from reference_rules import CLAMPED
 
 INCREMENTAL, CUMULATIVE = "sglang-incremental", "sglang-cumulative"
 BOM = b"\xef\xbb\xbf"
@@ -266,16 +266,21 @@ def routed(plan: Plan) -> np.ndarray[Any, Any]:
 
 
 def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
-    each: list[str | None] = []
-    for label, (start, end) in zip(plan.labels, itertools.pairwise([0, *plan.cuts]), strict=True):
-        each += [label] * (end - start)
     if plan.spans is not None:
         ends = [0, *itertools.accumulate(length for _, length in plan.spans)]
         names = [version for version, _ in plan.spans]
         return [span for span in zip(names, ends, ends[1:], strict=False) if span[1] < span[2]]
+    return runs(plan.labels, plan.cuts)
+
+
+def runs(labels: list[str | None], cuts: list[int]) -> list[tuple[str, int, int]]:
+    """The spans of equal labels, each label being that of the tokens up to its cut."""
+    each: list[str | None] = []
+    for label, (start, end) in zip(labels, itertools.pairwise([0, *cuts]), strict=True):
+        each += [label] * (end - start)
     borders = [i for i in range(len(each) + 1) if i in (0, len(each)) or each[i] != each[i - 1]]
-    runs = [(each[start], start, end) for start, end in itertools.pairwise(borders)]
-    return [(version, start, end) for version, start, end in runs if version is not None]
+    spans = [(each[start], start, end) for start, end in itertools.pairwise(borders)]
+    return [(version, start, end) for version, start, end in spans if version is not None]
 
 
 def meta_of(told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -296,6 +301,8 @@ def laid_out(event: dict[str, Any], layout: Layout, number: int) -> bytes:
 
 
 def shuffled(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, list):
+        return [shuffled(item, rng) for item in value]
     if not isinstance(value, dict):
         return value
     return {key: shuffled(value[key], rng) for key in rng.sample(list(value), len(value))}

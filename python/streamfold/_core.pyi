@@ -10,6 +10,12 @@ __all__ = ["DIALECTS", "Experts", "Generation", "Parser", "__version__"]
 
 __version__: Final[str]
 DIALECTS: Final[tuple[str, ...]]
+"""What :class:`Parser` reads.
+
+``"sglang"``: SGLang's ``/generate``, cumulative or incremental, which the stream shows; ``"sglang-cumulative"`` and
+``"sglang-incremental"`` accept one of them alone. ``"vllm"``: vLLM's ``/inference/v1/generate``.
+``"vllm-completions"``: its ``/v1/completions`` with ``return_token_ids``.
+"""
 
 _FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _ExpertsDtype: TypeAlias = Literal["int32", "uint8", "uint16"]
@@ -19,7 +25,7 @@ class Experts:
     """How an engine writes routed experts (router replay).
 
     ``num_layers`` and ``top_k`` give the shape, ``num_experts`` the range that ids are checked against,
-    ``dtype`` the type of one id on the wire (little endian). A dtype that the reply itself tells wins.
+    ``dtype`` the type of one id on the wire (little endian). A dtype that the reply itself tells wins; vLLM's does.
     """
 
     def __new__(
@@ -71,7 +77,7 @@ class Generation:
         """Why the engine ended it; None if the stream was cut before it said so."""
     @property
     def matched(self) -> int | str | None:
-        """The stop token or stop string, if the engine told."""
+        """The stop token or stop string, if the engine told; of a repetition that vLLM ended, its word for that."""
     @property
     def routed_experts(self) -> npt.NDArray[Any] | None:
         """int32, uint8 or uint16 ``[rows, num_layers, top_k]``; flat if the parser was given no ``experts``."""
@@ -92,7 +98,10 @@ class Generation:
         """How many logprobs were the engine's stand-in for minus infinity (only with ``clamped="keep"``)."""
     @property
     def meta(self) -> dict[str, Any]:
-        """Every other scalar or object that the engine told, the latest value of each key."""
+        """Every other scalar or object that the engine told, the latest value of each key.
+
+        vLLM's event, choice and usage together; of a key in several of them the innermost counts.
+        """
     def torch(self) -> dict[str, torch.Tensor]:
         """The arrays as tensors over the same memory, where torch knows the dtype (imports torch here).
 
@@ -105,7 +114,7 @@ class Generation:
 
 @final
 class Parser:
-    """Folds the bytes of one streamed reply into one :class:`Generation`.
+    """Folds the bytes of one streamed reply into one :class:`Generation`; ``dialect`` is one of ``DIALECTS``.
 
     ``logprobs`` says whether they were asked for. ``prompt_len`` is checked against the engine's count and gives
     routed experts their rows, less ``experts_start``. ``clamped`` says what to do with a logprob that is the
@@ -140,7 +149,7 @@ class Parser:
         """Tokens so far."""
     @property
     def finished(self) -> bool:
-        """Whether the terminal event, the one with a finish reason, was seen."""
+        """Whether the terminal event, the one with a finish reason, was seen. vLLM tells its usage afterwards."""
     @property
     def done(self) -> bool:
         """Whether ``[DONE]`` was seen too."""

@@ -43,6 +43,18 @@ pub(crate) fn next_tokens(cursor: &mut Cursor<'_>, depth: u32, ids: &mut Vec<i32
     }
 }
 
+/// Where an element of a list stands whose first one is at `start`. Walks the list; only errors ask.
+pub(crate) fn element_at(data: &[u8], start: usize, index: usize) -> usize {
+    let mut cursor = Cursor::new(data);
+    cursor.at = start;
+    for _ in 0..index {
+        if cursor.skip_value(3).is_err() || !cursor.next_element().unwrap_or(false) {
+            return start;
+        }
+    }
+    cursor.peek().map_or(start, |_| cursor.at)
+}
+
 /// A list of ids that came with the tokens, as base64 of int32 or as a JSON list; ids below 0 are refused.
 pub(crate) fn int32_array(data: &[u8], value: Span, path: &'static str) -> Result<Vec<i32>, Flaw> {
     let mut cursor = Cursor::over(data, value);

@@ -129,3 +129,21 @@ impl Flaw {
         Self { kind, at, path: path.into(), message: message.into() }
     }
 }
+
+/// Why an event was refused.
+pub(crate) enum Refusal {
+    Flaw(Flaw),
+    Fault(EngineFault),
+}
+
+impl From<Flaw> for Refusal {
+    fn from(flaw: Flaw) -> Self {
+        Self::Flaw(flaw)
+    }
+}
+
+impl From<EngineFault> for Refusal {
+    fn from(fault: EngineFault) -> Self {
+        Self::Fault(fault)
+    }
+}

@@ -1,9 +1,6 @@
 //! What one call produced, and the buffers it grows in.
 
-use std::borrow::Cow;
-use std::collections::HashMap;
-
-use crate::json::Span;
+use crate::meta::Meta;
 use crate::text::unescape;
 
 /// Why the engine ended a generation.
@@ -247,84 +244,13 @@ impl Text {
     }
 }
 
-/// One member of an event that no field of the generation holds.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Member {
-    /// Without its quotes, as it stands on the wire.
-    pub key: Span,
-    pub value: Span,
-}
-
-/// The latest value of each such key, in the order of their first coming.
-#[derive(Default)]
-pub(crate) struct Meta {
-    entries: Vec<Entry>,
-    /// Where a key stands among them, by its name.
-    places: HashMap<Box<[u8]>, usize>,
-}
-
-/// So many entries are looked at before the map is asked.
-const NEAR: usize = 16;
-
-struct Entry {
-    /// As it was spelled when it came first.
-    key: Box<[u8]>,
-    value: Vec<u8>,
-}
-
-impl Meta {
-    pub(crate) fn update(&mut self, data: &[u8], members: &[Member]) {
-        let mut next = 0;
-        for member in members {
-            let key = member.key.of(data);
-            // Engines write the same keys in the same order, so it stands a little further on.
-            let ahead = self.entries.iter().skip(next).take(NEAR).position(|entry| *entry.key == *key);
-            let place = ahead.map_or_else(|| self.place(key), |ahead| next + ahead);
-            next = place + 1;
-            let latest = &mut self.entries[place].value;
-            latest.clear();
-            latest.extend_from_slice(member.value.of(data));
-        }
-    }
-
-    /// Where a key stands; a new one at the end.
-    fn place(&mut self, key: &[u8]) -> usize {
-        let name = if key.contains(&b'\\') {
-            let mut name = String::new();
-            unescape(key, &mut name);
-            Cow::Owned(name.into_bytes())
-        } else {
-            Cow::Borrowed(key)
-        };
-        if let Some(&place) = self.places.get(&*name) {
-            return place;
-        }
-        self.entries.push(Entry { key: key.into(), value: Vec::new() });
-        self.places.insert(name.into(), self.entries.len() - 1);
-        self.entries.len() - 1
-    }
-
-    pub(crate) fn take(&mut self) -> Vec<(String, String)> {
-        let owned = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap_or_default();
-        let entries = std::mem::take(&mut self.entries).into_iter();
-        entries.map(|entry| (owned(entry.key.into_vec()), owned(entry.value))).collect()
-    }
-
-    pub(crate) fn held(&self) -> usize {
-        let entries = self.entries.capacity() * size_of::<Entry>();
-        let places = self.places.capacity() * size_of::<(Box<[u8]>, usize)>();
-        entries + places + self.entries.iter().map(|entry| 2 * entry.key.len() + entry.value.capacity()).sum::<usize>()
-    }
-}
-
 /// A generation while it grows.
 #[derive(Default)]
 pub(crate) struct Growing {
     pub generation: Generation,
     pub text: Text,
-    pub meta: Meta,
-    /// What stood beside `meta_info`.
-    pub outer_meta: Meta,
+    /// What each level of the events told beside all that; of one key the innermost level counts.
+    pub meta: [Meta; 3],
     /// Whether sampling masks have come for every token so far.
     pub covers_top_p: bool,
 }
@@ -338,14 +264,13 @@ impl Growing {
     pub(crate) fn take(&mut self) -> Generation {
         let mut generation = std::mem::take(&mut self.generation);
         generation.text = self.text.take();
-        // A key that stands in both places comes twice, and the last one counts.
-        generation.meta = self.outer_meta.take();
-        generation.meta.extend(self.meta.take());
+        // A key that stands in several places comes as often, and the last one counts.
+        generation.meta = self.meta.iter_mut().flat_map(Meta::take).collect();
         generation.shrink();
         generation
     }
 
     pub(crate) fn held(&self) -> usize {
-        self.generation.held() + self.text.held() + self.meta.held() + self.outer_meta.held()
+        self.generation.held() + self.text.held() + self.meta.iter().map(Meta::held).sum::<usize>()
     }
 }

@@ -80,7 +80,7 @@ pub(crate) struct RawStr {
 /// Walks over JSON text.
 #[derive(Debug, Clone)]
 pub(crate) struct Cursor<'a> {
-    data: &'a [u8],
+    pub data: &'a [u8],
     pub at: usize,
     /// Why it failed, if it failed; `at` is then where.
     pub failure: &'static str,
@@ -339,9 +339,15 @@ impl<'a> Cursor<'a> {
     /// Take a number of up to seven digits that a comma or bracket follows; if it is anything else, nothing.
     #[inline]
     pub(crate) fn next_plain_integer(&mut self) -> Option<u64> {
+        self.next_plain_digits(|end| matches!(end, b',' | b']' | b'}'))
+    }
+
+    /// Take one to seven digits, the first no idle zero, behind which something stands that `ends` them.
+    #[inline]
+    pub(crate) fn next_plain_digits(&mut self, ends: impl FnOnce(u8) -> bool) -> Option<u64> {
         let eight = self.data.get(self.at..self.at + 8)?;
         let (count, value) = leading_digits(u64::from_le_bytes(eight.try_into().unwrap_or_default()));
-        let is_plain = matches!(eight.get(count as usize), Some(b',' | b']' | b'}')) && count > 0;
+        let is_plain = count > 0 && eight.get(count as usize).is_some_and(|&end| ends(end));
         if !is_plain || (eight[0] == b'0' && count > 1) {
             return None;
         }
@@ -371,11 +377,21 @@ impl<'a> Cursor<'a> {
         Some((first, second))
     }
 
+    /// Take these bytes, if they come next.
     #[inline]
-    fn next_exact(&mut self, bytes: &[u8]) -> Option<()> {
-        let is_next = self.data.get(self.at..self.at + bytes.len())? == bytes;
-        self.at += bytes.len();
-        is_next.then_some(())
+    pub(crate) fn next_exact(&mut self, bytes: &[u8]) -> Option<()> {
+        let end = self.at + bytes.len();
+        if self.data.get(self.at..end)? != bytes {
+            return None;
+        }
+        self.at = end;
+        Some(())
+    }
+
+    /// Take what stands at `start..end`, if it comes again.
+    #[inline]
+    pub(crate) fn next_again(&mut self, start: usize, end: usize) -> Option<()> {
+        self.next_exact(&self.data[start..end])
     }
 
     /// Take the next value, whatever it is, inside `depth` containers.

@@ -9,15 +9,23 @@
 #![forbid(unsafe_code)]
 
 mod arrays;
+mod checks;
 mod error;
+mod faults;
+mod field;
 mod generation;
 mod json;
+mod layout;
+mod meta;
+mod npy;
 mod number;
 mod parser;
 mod prefix;
 mod sglang;
+mod side;
 mod sse;
 mod text;
+mod vllm;
 
 pub use error::{EngineFault, Error, ErrorKind, ParseError};
 pub use generation::{FinishReason, Generation, Matched, RoutedExperts, TopP, VersionSpan};

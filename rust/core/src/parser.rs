@@ -1,9 +1,10 @@
 //! Raw bytes of one streamed reply in, one generation out.
 
-use crate::error::{Error, ErrorKind, Flaw, ParseError};
+use crate::error::{Error, ErrorKind, Flaw, ParseError, Refusal};
 use crate::generation::{Generation, Growing};
-use crate::sglang::{Mode, Refusal, Sglang};
+use crate::sglang::{Mode, Sglang};
 use crate::sse::{Event, Framer};
+use crate::vllm::{Api, Vllm};
 
 /// Room for so many tokens is reserved at once, if as many were asked for.
 const FIRST_RESERVE: usize = 4096;
@@ -68,14 +69,20 @@ pub enum Dialect {
     SglangCumulative,
     /// SGLang with `--incremental-streaming-output`.
     SglangIncremental,
+    /// vLLM's token endpoint, `/inference/v1/generate`.
+    Vllm,
+    /// vLLM's `/v1/completions` with `return_token_ids`.
+    VllmCompletions,
 }
 
 impl Dialect {
     /// Every dialect, by its name.
-    pub const ALL: [(&'static str, Self); 3] = [
+    pub const ALL: [(&'static str, Self); 5] = [
         ("sglang", Self::Sglang),
         ("sglang-cumulative", Self::SglangCumulative),
         ("sglang-incremental", Self::SglangIncremental),
+        ("vllm", Self::Vllm),
+        ("vllm-completions", Self::VllmCompletions),
     ];
 }
 
@@ -138,24 +145,44 @@ pub struct Parser {
 /// What events are folded into.
 struct Folder {
     options: Options,
-    dialect: Sglang,
+    reader: Reader,
     growing: Growing,
     is_done: bool,
+}
+
+/// What reads one event of a dialect.
+enum Reader {
+    Sglang(Sglang),
+    Vllm(Vllm),
+}
+
+impl Reader {
+    fn new(dialect: Dialect, options: &Options) -> Self {
+        match dialect {
+            Dialect::Sglang => Self::Sglang(Sglang::new(Mode::Unknown, options)),
+            Dialect::SglangCumulative => Self::Sglang(Sglang::new(Mode::Cumulative, options)),
+            Dialect::SglangIncremental => Self::Sglang(Sglang::new(Mode::Incremental, options)),
+            Dialect::Vllm => Self::Vllm(Vllm::new(Api::Generate, options)),
+            Dialect::VllmCompletions => Self::Vllm(Vllm::new(Api::Completions, options)),
+        }
+    }
+
+    fn held(&self) -> usize {
+        match self {
+            Self::Sglang(reader) => reader.held(),
+            Self::Vllm(reader) => reader.held(),
+        }
+    }
 }
 
 impl Parser {
     /// A parser for one reply.
     #[must_use]
     pub fn new(dialect: Dialect, options: Options) -> Self {
-        let mode = match dialect {
-            Dialect::Sglang => Mode::Unknown,
-            Dialect::SglangCumulative => Mode::Cumulative,
-            Dialect::SglangIncremental => Mode::Incremental,
-        };
         let mut growing = Growing::new(options.logprobs);
         // A failure here comes back with the first tokens, where it can be told.
         growing.generation.reserve(options.max_new_tokens.unwrap_or(0).min(FIRST_RESERVE));
-        let folder = Folder { options, dialect: Sglang::new(mode, &options), growing, is_done: false };
+        let folder = Folder { options, reader: Reader::new(dialect, &options), growing, is_done: false };
         Self { framer: Framer::new(options.max_event_bytes), folder, error: None, is_closed: false, taken: None }
     }
 
@@ -241,7 +268,7 @@ impl Parser {
     /// Bytes of memory held.
     #[must_use]
     pub fn held(&self) -> usize {
-        size_of::<Self>() + self.framer.held() + self.folder.growing.held() + self.folder.dialect.held()
+        size_of::<Self>() + self.framer.held() + self.folder.growing.held() + self.folder.reader.held()
     }
 }
 
@@ -250,28 +277,39 @@ impl Folder {
         self.growing.generation.finish_reason.is_some()
     }
 
+    /// Whether events that come now may be dropped unread.
+    fn is_deaf(&self) -> bool {
+        // vLLM tells the usage after the terminal event.
+        self.is_done || (self.is_finished() && matches!(self.reader, Reader::Sglang(_)))
+    }
+
     /// Fold one event; whether only `[DONE]` is of interest from now on.
     fn event(&mut self, event: &Event<'_>) -> Result<bool, Error> {
         if event.data == b"[DONE]" {
             self.is_done = true;
             return Ok(true);
         }
-        if self.is_done || self.is_finished() {
+        if self.is_deaf() {
             return Ok(true);
         }
         // Most events are ASCII, which is seen ten times faster.
-        if !event.data.is_ascii()
-            && let Err(error) = std::str::from_utf8(event.data)
-        {
-            return Err(place(Flaw::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8"), event));
-        }
-        self.dialect.event(event.data, event.is_error, &self.options, &mut self.growing).map_err(|refusal| {
-            match refusal {
-                Refusal::Flaw(flaw) => place(flaw, event),
-                Refusal::Fault(fault) => Error::Engine(fault),
+        let valid = if event.data.is_ascii() { Ok(()) } else { std::str::from_utf8(event.data).map(|_| ()) };
+        let is_late = self.is_finished();
+        let Self { options, reader, growing, .. } = self;
+        let folded = match (valid, reader) {
+            (Err(_), _) if is_late => Ok(()),
+            (Err(error), _) => Err(Flaw::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8").into()),
+            (Ok(()), Reader::Sglang(reader)) => reader.event(event.data, event.is_error, options, growing),
+            (Ok(()), Reader::Vllm(reader)) if is_late => {
+                reader.late_event(event.data, event.is_error, options, growing)
             }
+            (Ok(()), Reader::Vllm(reader)) => reader.event(event.data, event.is_error, options, growing),
+        };
+        folded.map_err(|refusal| match refusal {
+            Refusal::Flaw(flaw) => place(flaw, event),
+            Refusal::Fault(fault) => Error::Engine(fault),
         })?;
-        Ok(self.is_finished())
+        Ok(self.is_deaf())
     }
 }
 

@@ -6,24 +6,23 @@
 
 mod checks;
 mod counts;
-mod faults;
 mod fields;
-mod layout;
+mod keys;
 mod reader;
 mod side;
 mod staged;
 
-use crate::error::{EngineFault, ErrorKind, Flaw};
-use crate::generation::{FinishReason, Growing, Matched};
-use crate::json::{RawStr, Span};
+use crate::checks::prompt_tokens;
+use crate::error::{EngineFault, ErrorKind, Flaw, Refusal};
+use crate::field::{List, RawMatched};
+use crate::generation::{FinishReason, Growing};
 use crate::parser::Options;
-use crate::sglang::counts::{Counts, Shape, Step, check_prompt, told};
-use crate::sglang::faults::{error_object, finish_fault, is_error_object};
-use crate::sglang::fields::{Fields, RawMatched};
+use crate::sglang::counts::{Counts, Shape, Step, told};
+use crate::sglang::fields::{Fields, Finish};
 use crate::sglang::reader::read;
-use crate::sglang::side::{Arrivals, SideData};
-use crate::sglang::staged::{Elements, List, Staged};
-use crate::text::unescape;
+use crate::sglang::staged::{Elements, Staged};
+use crate::side::{Arrivals, Version};
+use crate::text::decode;
 
 const PAIRS: &str = "meta_info.output_token_logprobs";
 const IDS: &str = "output_ids";
@@ -38,24 +37,6 @@ pub(crate) enum Mode {
     Unknown,
     Cumulative,
     Incremental,
-}
-
-/// Why an event was refused.
-pub(crate) enum Refusal {
-    Flaw(Flaw),
-    Fault(EngineFault),
-}
-
-impl From<Flaw> for Refusal {
-    fn from(flaw: Flaw) -> Self {
-        Self::Flaw(flaw)
-    }
-}
-
-impl From<EngineFault> for Refusal {
-    fn from(fault: EngineFault) -> Self {
-        Self::Fault(fault)
-    }
 }
 
 /// The state of one stream.
@@ -86,8 +67,8 @@ impl Sglang {
         let mut fields = Fields::EMPTY;
         read(data, &mut self.staged, &mut fields)
             .map_err(|(at, why)| Flaw::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
-        if is_error || is_error_object(data, &fields) {
-            return Err(error_object(data, &fields).into());
+        if is_error || fields.errors.tell_error(data, !fields.meta_info.is_absent()) {
+            return Err(fields.errors.fault(data).into());
         }
         let finish = checks::finish(&fields)?;
         let fault = finish.and_then(|finish| finish_fault(data, &finish));
@@ -104,10 +85,7 @@ impl Sglang {
                 return Err(fault.into());
             }
         }
-        growing.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| match matched {
-            RawMatched::Token(id) => Matched::Token(id),
-            RawMatched::Text(raw) => Matched::Text(decode(data, raw)),
-        });
+        growing.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| matched.decode(data));
         Ok(())
     }
 
@@ -135,7 +113,7 @@ impl Sglang {
             logprobs: options.logprobs,
         };
         let step = if is_abort { counts.abort_step()? } else { counts.step()? };
-        check_prompt(fields, options)?;
+        prompt_tokens(&fields.prompt_tokens, options, "meta_info.prompt_tokens")?;
         if !is_abort {
             checks::ids_beside_pairs(data, fields, &self.staged, kept)?;
         }
@@ -146,13 +124,9 @@ impl Sglang {
         let side = if step.shape == Shape::Bare {
             None
         } else {
-            let arrivals = Arrivals {
-                kept: kept.token_ids.len(),
-                new: step.new,
-                len: list.map_or(0, |list| list.len),
-                is_last: reason.is_some(),
-            };
-            Some(SideData::read(data, fields, arrivals, options, kept)?)
+            let arrivals = Arrivals { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
+            let len = list.map_or(0, |list| list.len);
+            Some(side::read(data, fields, arrivals, len, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
         if !growing.generation.reserve(step.new) || !growing.text.reserve(text, step.mode == Mode::Cumulative) {
@@ -191,8 +165,8 @@ impl Sglang {
         if let (None, Some(id)) = (&self.id, fields.id.get()) {
             self.id = Some(decode(data, id));
         }
-        growing.outer_meta.update(data, &self.staged.top_members);
-        growing.meta.update(data, &self.staged.meta_members);
+        growing.meta[0].update(data, &self.staged.top_members);
+        growing.meta[1].update(data, &self.staged.meta_members);
     }
 
     fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, growing: &mut Growing) {
@@ -246,34 +220,24 @@ impl Sglang {
     }
 }
 
-/// The label of the weights, decoded once for each new one.
-#[derive(Default)]
-struct Version {
-    raw: Vec<u8>,
-    label: String,
-}
-
-impl Version {
-    fn decode(&mut self, data: &[u8], span: Span) -> &str {
-        let raw = span.of(data);
-        if self.raw != raw {
-            self.raw = raw.to_vec();
-            self.label = side::label(data, span);
-        }
-        &self.label
-    }
-}
-
-fn decode(data: &[u8], raw: RawStr) -> String {
-    let mut text = String::new();
-    unescape(raw.span.of(data), &mut text);
-    text
-}
-
 /// A text of the form D + A + D, where A was kept: the A + D at its end, counted in characters.
 fn behind_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
     let length = glued.chars().count();
     let whole = usize::midpoint(length, kept.chars().count());
     let skip = length.saturating_sub(whole);
     glued.char_indices().nth(skip).map_or("", |(start, _)| &glued[start..])
+}
+
+/// A finish reason that is a failure of the engine.
+fn finish_fault(data: &[u8], finish: &Finish) -> Option<EngineFault> {
+    if let Some(RawMatched::Text(raw)) = finish.matched
+        && decode(data, raw) == "NaN happened"
+    {
+        let message = "the engine sampled from NaN and put a stop token in place of the result".to_owned();
+        return Some(EngineFault { message, status: None });
+    }
+    let status = finish.status.get().and_then(|status| u16::try_from(status).ok());
+    let status = status.filter(|status| (400..600).contains(status) && finish.reason == Some(FinishReason::Abort))?;
+    let message = finish.message.map_or_else(|| "the engine aborted the request".to_owned(), |raw| decode(data, raw));
+    Some(EngineFault { message, status: Some(status) })
 }

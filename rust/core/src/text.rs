@@ -1,5 +1,9 @@
 //! The characters of JSON strings.
 
+use std::borrow::Cow;
+
+use crate::json::{RawStr, Span};
+
 /// Where the next quote, backslash or control character stands, or the end.
 #[inline]
 pub(crate) fn plain_end(data: &[u8], mut at: usize) -> usize {
@@ -29,6 +33,41 @@ fn special_bytes(word: u64) -> u64 {
 
 pub(crate) fn hex4(data: &[u8], at: usize) -> Option<u32> {
     data.get(at..at + 4)?.iter().try_fold(0, |value, &byte| Some(value << 4 | char::from(byte).to_digit(16)?))
+}
+
+/// The characters of a string that a cursor has passed. Escapes are rare, and legal.
+#[inline]
+pub(crate) fn plain(raw: &[u8]) -> Cow<'_, [u8]> {
+    if !raw.contains(&b'\\') {
+        return Cow::Borrowed(raw);
+    }
+    let mut text = String::new();
+    unescape(raw, &mut text);
+    Cow::Owned(text.into_bytes())
+}
+
+/// The name that a cursor has taken.
+#[inline]
+pub(crate) fn name(data: &[u8], raw: RawStr) -> Cow<'_, [u8]> {
+    if raw.has_escapes { plain(raw.span.of(data)) } else { Cow::Borrowed(raw.span.of(data)) }
+}
+
+/// A string as it is meant.
+pub(crate) fn decode(data: &[u8], raw: RawStr) -> String {
+    let mut text = String::new();
+    unescape(raw.span.of(data), &mut text);
+    text
+}
+
+/// A string's characters, or a number as it stands on the wire.
+pub(crate) fn label(data: &[u8], value: Span) -> String {
+    let raw = value.of(data);
+    let mut text = String::new();
+    match raw {
+        [b'"', inner @ .., b'"'] => unescape(inner, &mut text),
+        _ => text.push_str(std::str::from_utf8(raw).unwrap_or_default()),
+    }
+    text
 }
 
 /// Append the characters of a string that a cursor has passed.

@@ -1,16 +1,15 @@
 //! What is checked of one event beside its counts.
 
-use crate::arrays::NO_TOKEN;
+use crate::arrays::element_at;
+use crate::checks::{self, excerpt};
 use crate::error::{ErrorKind, Flaw};
+use crate::field::List;
 use crate::generation::{FinishReason, Generation};
-use crate::parser::{Clamped, Options};
+use crate::parser::Options;
 use crate::sglang::counts::{Shape, Step};
 use crate::sglang::fields::{Fields, Finish};
-use crate::sglang::staged::{Elements, List, Staged, element_at, pair_at};
-use crate::sglang::{COMPLETION, FINISH, IDS, LENGTH, PAIRS, decode};
-
-/// What engines write for minus infinity: the smallest float32, and vLLM's own.
-const CLAMPED: [f64; 2] = [-3.402_823_466_385_288_6e38, -9999.0];
+use crate::sglang::staged::{Elements, Staged, pair_at};
+use crate::sglang::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
 
 /// `meta_info` and the finish type.
 pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {
@@ -41,28 +40,13 @@ pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {
 
 /// One stream is one request: `index` and `id`.
 pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Result<(), Flaw> {
-    if fields.index.is_wrong() || fields.index.get().is_some_and(|index| index != 0) {
-        let message =
-            "this stream holds several requests; ask for n = 1 and one prompt, and read each stream by itself";
-        return Err(Flaw::new(ErrorKind::Schema, fields.index.at(), "index", message));
-    }
-    let id = &fields.id;
-    let path = "meta_info.id";
-    if id.is_wrong() {
-        return Err(Flaw::new(ErrorKind::Schema, id.at(), path, "a string was expected"));
-    }
-    if let (Some(now), Some(before)) = (id.get().map(|id| decode(data, id)), known)
-        && now != before
-    {
-        let message = format!("it was {before:?} and is {now:?}: the events of two requests are mixed");
-        return Err(Flaw::new(ErrorKind::Schema, id.at(), path, message));
-    }
-    Ok(())
+    checks::index(&fields.index, "index")?;
+    checks::id(data, &fields.id, known, "meta_info.id")
 }
 
 /// The types of everything that is read.
 pub(super) fn types(fields: &Fields) -> Result<(), Flaw> {
-    let expected = [
+    checks::types(&[
         (fields.text.is_wrong(), fields.text.at(), "text", "a string or null was expected"),
         (fields.output_ids.is_wrong(), fields.output_ids.at(), IDS, "a list was expected"),
         (fields.pairs.is_wrong(), fields.pairs.at(), PAIRS, "a list was expected"),
@@ -82,10 +66,7 @@ pub(super) fn types(fields: &Fields) -> Result<(), Flaw> {
             "meta_info.routed_experts",
             "base64 was expected",
         ),
-    ];
-    if let Some(&(_, at, path, message)) = expected.iter().find(|(is_wrong, ..)| *is_wrong) {
-        return Err(Flaw::new(ErrorKind::Schema, at, path, message));
-    }
+    ])?;
     if let Some((index, at)) = fields.pairs.get().and_then(|pairs| pairs.misshapen) {
         return Err(Flaw::new(ErrorKind::Schema, at, format!("{PAIRS}[{index}]"), "[logprob, id, text] was expected"));
     }
@@ -100,7 +81,7 @@ pub(super) fn ids_beside_pairs(data: &[u8], fields: &Fields, staged: &Staged, ke
         return Err(Flaw::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
     }
     let Some(index) = staged.first_mismatch(data, pairs, ids, kept) else { return Ok(()) };
-    let at = element_at(data, ids, index);
+    let at = element_at(data, ids.start, index);
     let pair = excerpt(data, pair_at(data, pairs, index, 1));
     let message = format!("{} beside {pair} in the pair: the ids of one event disagree", excerpt(data, at));
     Err(Flaw::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
@@ -128,7 +109,7 @@ pub(super) fn prefix(
         kept.token_ids.len()
     );
     let index = start + index;
-    Err(Flaw::new(ErrorKind::Prefix, element_at(data, list, index), format!("{path}[{index}]"), message))
+    Err(Flaw::new(ErrorKind::Prefix, element_at(data, list.start, index), format!("{path}[{index}]"), message))
 }
 
 /// The new ids; they are staged from `staged_from` on.
@@ -139,16 +120,15 @@ pub(super) fn ids(
     staged: &Staged,
     staged_from: usize,
 ) -> Result<(), Flaw> {
-    let bad = staged.ids[staged_from..][..step.new].iter().position(|&id| id == NO_TOKEN);
-    let (Some(list), Some(bad)) = (list, bad) else { return Ok(()) };
-    let index = step.first + bad;
-    let (at, path) = if staged.has_pairs {
-        (pair_at(data, list, index, 1), format!("{PAIRS}[{index}][1]"))
-    } else {
-        (element_at(data, list, index), format!("{IDS}[{index}]"))
-    };
-    let message = format!("{} is no integer in 0 … 2147483647", excerpt(data, at));
-    Err(Flaw::new(ErrorKind::Token, at, path, message))
+    let Some(list) = list else { return Ok(()) };
+    checks::ids(data, &staged.ids[staged_from..][..step.new], |bad| {
+        let index = step.first + bad;
+        if staged.has_pairs {
+            (pair_at(data, list, index, 1), format!("{PAIRS}[{index}][1]"))
+        } else {
+            (element_at(data, list.start, index), format!("{IDS}[{index}]"))
+        }
+    })
 }
 
 /// The new logprobs; how many are stand-ins for minus infinity, if those are to be kept.
@@ -161,31 +141,8 @@ pub(super) fn logprobs(
     options: &Options,
 ) -> Result<usize, Flaw> {
     let Some(list) = list.filter(|_| staged.has_pairs) else { return Ok(0) };
-    let mut clamped = 0;
-    for (index, &logprob) in staged.logprobs[staged_from..][..step.new].iter().enumerate() {
-        let is_clamped = CLAMPED.contains(&logprob);
-        if logprob.is_finite() && (!is_clamped || options.clamped == Clamped::Keep) {
-            clamped += usize::from(is_clamped);
-            continue;
-        }
-        let index = step.first + index;
-        let at = pair_at(data, list, index, 0);
-        let what = excerpt(data, at);
-        let message = if is_clamped {
-            format!("{what} stands for minus infinity: the sampled token had no probability; clamped=\"keep\" keeps it")
-        } else if logprob.is_nan() {
-            format!("{what} is no logprob: the engine computed NaN or infinity for a token that it sampled")
-        } else {
-            format!("{what} is beyond the range of a double")
-        };
-        return Err(Flaw::new(ErrorKind::Logprob, at, format!("{PAIRS}[{index}][0]"), message));
-    }
-    Ok(clamped)
-}
-
-/// A few bytes of a value, for a message.
-fn excerpt(data: &[u8], at: usize) -> String {
-    let rest = &data[at.min(data.len())..];
-    let end = rest.iter().position(|byte| matches!(byte, b',' | b']' | b'}')).unwrap_or(rest.len()).min(40);
-    String::from_utf8_lossy(&rest[..end]).into_owned()
+    checks::logprobs(data, &staged.logprobs[staged_from..][..step.new], options.clamped, |bad| {
+        let index = step.first + bad;
+        (pair_at(data, list, index, 0), format!("{PAIRS}[{index}][0]"))
+    })
 }

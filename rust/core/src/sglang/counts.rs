@@ -5,9 +5,10 @@
 //! the way, or by the engine; only abort events may be odd, in ways of their own.
 
 use crate::error::{ErrorKind, Flaw};
+use crate::field::{Field, List};
 use crate::parser::Options;
-use crate::sglang::fields::{Field, Fields};
-use crate::sglang::staged::{Elements, List};
+use crate::sglang::fields::Fields;
+use crate::sglang::staged::Elements;
 use crate::sglang::{COMPLETION, IDS, LENGTH, Mode, PAIRS};
 
 /// How the event's list extends the tokens kept.
@@ -149,15 +150,5 @@ pub(super) fn told(fields: &Fields, options: &Options, kept: usize, is_abort: bo
             Err(Flaw::new(ErrorKind::Length, fields.completion_tokens.at(), COMPLETION, message))
         }
         _ => Ok(told),
-    }
-}
-
-pub(super) fn check_prompt(fields: &Fields, options: &Options) -> Result<(), Flaw> {
-    match (fields.prompt_tokens.get(), options.prompt_len) {
-        (Some(told), Some(sent)) if told != sent => {
-            let message = format!("the engine counts {told} tokens in the prompt, {sent} were sent");
-            Err(Flaw::new(ErrorKind::Length, fields.prompt_tokens.at(), "meta_info.prompt_tokens", message))
-        }
-        _ => Ok(()),
     }
 }

@@ -1,50 +1,9 @@
 //! What one SGLang event holds, whatever it is.
 
+use crate::faults::ErrorKeys;
+use crate::field::{Field, List, RawMatched};
 use crate::generation::FinishReason;
 use crate::json::{RawStr, Span};
-use crate::sglang::staged::List;
-
-/// What stands under a key.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Value<T> {
-    Absent,
-    Null,
-    /// Of another type than it should be, or out of range.
-    Wrong,
-    Is(T),
-}
-
-/// A key's value and its place in the event.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Field<T> {
-    place: Span,
-    pub value: Value<T>,
-}
-
-impl<T: Copy> Field<T> {
-    pub(super) const ABSENT: Self = Self { place: Span::NOWHERE, value: Value::Absent };
-
-    #[inline]
-    pub(super) fn new(at: usize, value: Value<T>) -> Self {
-        Self { place: Span::new(at, at), value }
-    }
-
-    pub(super) fn at(&self) -> usize {
-        self.place.start()
-    }
-
-    #[inline]
-    pub(super) fn get(&self) -> Option<T> {
-        match self.value {
-            Value::Is(value) => Some(value),
-            _ => None,
-        }
-    }
-
-    pub(super) fn is_wrong(&self) -> bool {
-        matches!(self.value, Value::Wrong)
-    }
-}
 
 /// What a finish reason says.
 #[derive(Clone, Copy, Debug)]
@@ -56,12 +15,6 @@ pub(super) struct Finish {
     pub message: Option<RawStr>,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(super) enum RawMatched {
-    Token(i64),
-    Text(RawStr),
-}
-
 /// One event.
 #[derive(Debug)]
 pub(super) struct Fields {
@@ -70,11 +23,7 @@ pub(super) struct Fields {
     pub output_ids: Field<List>,
     pub index: Field<u64>,
     pub meta_info: Field<()>,
-    pub error: Field<Span>,
-    pub object: Field<RawStr>,
-    pub message: Field<Span>,
-    pub detail: Field<Span>,
-    pub code: Field<Span>,
+    pub errors: ErrorKeys,
 
     pub id: Field<RawStr>,
     pub finish: Field<Finish>,
@@ -101,11 +50,7 @@ impl Fields {
         output_ids: Field::ABSENT,
         index: Field::ABSENT,
         meta_info: Field::ABSENT,
-        error: Field::ABSENT,
-        object: Field::ABSENT,
-        message: Field::ABSENT,
-        detail: Field::ABSENT,
-        code: Field::ABSENT,
+        errors: ErrorKeys::ABSENT,
         id: Field::ABSENT,
         finish: Field::ABSENT,
         prompt_tokens: Field::ABSENT,
@@ -132,11 +77,7 @@ impl Fields {
             text: top.text,
             output_ids: top.output_ids,
             index: top.index,
-            error: top.error,
-            object: top.object,
-            message: top.message,
-            detail: top.detail,
-            code: top.code,
+            errors: top.errors,
             ..Self::EMPTY
         };
     }

@@ -1,24 +1,13 @@
 //! The elements of an event's lists, on their way to the generation.
 
-use crate::arrays::NO_TOKEN;
-use crate::generation::{Generation, Member};
+use crate::arrays::{NO_TOKEN, element_at};
+use crate::field::List;
+use crate::generation::Generation;
 use crate::json::Cursor;
+use crate::layout::Layout;
+use crate::meta::Members;
 use crate::prefix::Prefix;
-use crate::sglang::layout::Layout;
-
-/// A list of one element per token; the elements themselves are staged.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct List {
-    /// Behind the bracket.
-    pub start: usize,
-    /// Where the last element ends.
-    pub end: usize,
-    pub len: usize,
-    /// Leading elements known by their fingerprint; these are not staged.
-    pub known: usize,
-    /// The first element that is no pair: its index and place.
-    pub misshapen: Option<(usize, usize)>,
-}
+use crate::sglang::keys::Key;
 
 /// The elements of an event's lists, and what earlier lists began with. Kept from event to event for its memory.
 pub(super) struct Staged {
@@ -32,9 +21,9 @@ pub(super) struct Staged {
     pub output_ids: Vec<i32>,
     pub pairs_prefix: Prefix,
     pub ids_prefix: Prefix,
-    pub top_members: Vec<Member>,
-    pub meta_members: Vec<Member>,
-    pub layout: Layout,
+    pub top_members: Members,
+    pub meta_members: Members,
+    pub layout: Layout<Key>,
 }
 
 impl Staged {
@@ -46,8 +35,8 @@ impl Staged {
             output_ids: Vec::new(),
             pairs_prefix: Prefix::new(),
             ids_prefix: Prefix::new(),
-            top_members: Vec::new(),
-            meta_members: Vec::new(),
+            top_members: Members::default(),
+            meta_members: Members::default(),
             layout: Layout::default(),
         }
     }
@@ -55,7 +44,8 @@ impl Staged {
     pub(super) fn held(&self) -> usize {
         (self.ids.capacity() + self.output_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
-            + (self.top_members.capacity() + self.meta_members.capacity()) * size_of::<Member>()
+            + self.top_members.held()
+            + self.meta_members.held()
             + self.layout.held()
             + self.pairs_prefix.held()
             + self.ids_prefix.held()
@@ -160,27 +150,15 @@ fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
         cursor.at = at;
         cursor.skip_value(4).map_or(&[][..], |span| span.of(data))
     };
-    let (pair, id) = (literal(pair_at(data, pairs, index, 1)), literal(element_at(data, ids, index)));
+    let (pair, id) = (literal(pair_at(data, pairs, index, 1)), literal(element_at(data, ids.start, index)));
     let value = |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<f64>().ok());
     pair == id || value(pair).is_some_and(|pair| value(id).is_some_and(|id| pair.total_cmp(&id).is_eq()))
-}
-
-/// Where an element of a list stands. Walks the list; only errors ask.
-pub(super) fn element_at(data: &[u8], list: List, index: usize) -> usize {
-    let mut cursor = Cursor::new(data);
-    cursor.at = list.start;
-    for _ in 0..index {
-        if cursor.skip_value(3).is_err() || !cursor.next_element().unwrap_or(false) {
-            return list.end;
-        }
-    }
-    cursor.peek().map_or(list.end, |_| cursor.at)
 }
 
 /// Where a member of a pair stands.
 pub(super) fn pair_at(data: &[u8], list: List, index: usize, member: usize) -> usize {
     let mut cursor = Cursor::new(data);
-    cursor.at = element_at(data, list, index);
+    cursor.at = element_at(data, list.start, index);
     let pair = cursor.at;
     if !cursor.next_array() {
         return pair;

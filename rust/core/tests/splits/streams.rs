@@ -1,7 +1,9 @@
-//! Streams as SGLang writes them, sound and damaged, and ways to cut them.
+//! Streams as the engines write them, sound and damaged, and ways to cut them.
 
 use proptest::prelude::*;
 use streamfold_core::{Clamped, Dialect, Dtype, Experts, Options};
+
+use crate::{sglang, vllm};
 
 /// Cut `body` at each of `cuts`, taken modulo its length.
 pub fn cut<'a>(body: &'a [u8], cuts: &[usize]) -> Vec<&'a [u8]> {
@@ -37,56 +39,37 @@ pub fn options() -> impl Strategy<Value = Options> {
         })
 }
 
-pub fn dialects() -> impl Strategy<Value = Dialect> {
-    prop::sample::select(Dialect::ALL.map(|(_, dialect)| dialect).to_vec())
+/// A stream, and a dialect that it is read in: seldom another one than its own.
+pub fn streams() -> impl Strategy<Value = (Dialect, Vec<u8>)> {
+    let spoken = prop_oneof![
+        sglang::streams().prop_map(|body| (Dialect::Sglang, body)),
+        vllm::streams(false).prop_map(|body| (Dialect::Vllm, body)),
+        vllm::streams(true).prop_map(|body| (Dialect::VllmCompletions, body)),
+    ];
+    let others = prop::option::weighted(0.2, prop::sample::select(Dialect::ALL.map(|(_, dialect)| dialect).to_vec()));
+    (spoken, others).prop_map(|((dialect, body), other)| (other.unwrap_or(dialect), body))
 }
 
-/// A stream as SGLang writes it: what each event brings, and how.
-pub fn streams() -> impl Strategy<Value = Vec<u8>> {
-    let token =
-        (0..3_i32, prop::sample::select(vec!["-0.5", "-0.25", "0.0", "-0.0", "-1e-05", "-3.4028234663852886e+38"]));
-    let texts = prop::sample::select(vec!["a", "é", "\u{2028}", "😀", "\\n", "\\ud83d\\ude00", "data: [DONE]", ""]);
-    let event = (prop::collection::vec(token, 0..4), texts);
-    let endings = prop::sample::select(vec!["\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\n: ping\n\n", "\nid: 7\n\n"]);
-    let finishes = prop::sample::select(vec![
-        r#"{"type":"stop","matched":2}"#,
-        r#"{"type":"length","length":3}"#,
-        r#"{"type":"abort","message":"Aborted"}"#,
-        r#"{"type":"abort","message":"full","status_code":503}"#,
-        "null",
-    ]);
-    (prop::collection::vec((event, endings), 0..6), any::<bool>(), finishes, any::<bool>()).prop_map(
-        |(events, cumulative, finish, has_bom)| {
-            let mut body = if has_bom { "\u{feff}".to_owned() } else { String::new() };
-            let (mut ids, mut pairs, mut text) = (Vec::new(), Vec::new(), String::new());
-            let count = events.len();
-            for (index, ((tokens, piece), ending)) in events.into_iter().enumerate() {
-                let first = if cumulative { 0 } else { ids.len() };
-                for (id, logprob) in tokens {
-                    ids.push(id.to_string());
-                    pairs.push(format!("[{logprob},{id},null]"));
-                }
-                text = if cumulative { text + piece } else { piece.to_owned() };
-                let finish = if index + 1 == count { finish } else { "null" };
-                let total = ids.len();
-                let event = format!(
-                    "data: {{\"text\":\"{text}\",\"output_ids\":[{}],\"meta_info\":{{\"id\":\"r\",\"finish_reason\":{finish},\
-                     \"prompt_tokens\":3,\"weight_version\":\"v{index}\",\"output_token_logprobs\":[{}],\
-                     \"output_token_logprobs_length\":{total},\"completion_tokens\":{total}}}}}{ending}",
-                    ids[first..].join(","),
-                    pairs[first..].join(","),
-                );
-                body += &event;
-            }
-            (body + "data: [DONE]\n\n").into_bytes()
-        },
-    )
+/// What stands between events.
+pub fn endings() -> impl Strategy<Value = &'static str> {
+    prop::sample::select(vec!["\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\n: ping\n\n", "\nid: 7\n\n"])
+}
+
+/// Ids with logprobs as they are spelled.
+pub fn tokens() -> impl Strategy<Value = Vec<(i32, &'static str)>> {
+    let logprobs = vec!["-0.5", "-0.25", "0.0", "-0.0", "-1e-05", "-9999.0", "-3.4028234663852886e+38"];
+    prop::collection::vec((0..3_i32, prop::sample::select(logprobs)), 0..4)
+}
+
+/// Texts that are cut badly.
+pub fn texts() -> impl Strategy<Value = &'static str> {
+    prop::sample::select(vec!["a", "é", "\u{2028}", "😀", "\\n", "\\ud83d\\ude00", "data: [DONE]", ""])
 }
 
 /// A stream with a few bytes changed, doubled or left out.
-pub fn damaged_streams() -> impl Strategy<Value = Vec<u8>> {
+pub fn damaged_streams() -> impl Strategy<Value = (Dialect, Vec<u8>)> {
     let damage = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..4_u8), 0..4);
-    (streams(), damage).prop_map(|(mut body, damage)| {
+    (streams(), damage).prop_map(|((dialect, mut body), damage)| {
         for (place, byte, how) in damage {
             if body.is_empty() {
                 break;
@@ -99,6 +82,6 @@ pub fn damaged_streams() -> impl Strategy<Value = Vec<u8>> {
                 _ => body.truncate(place),
             }
         }
-        body
+        (dialect, body)
     })
 }

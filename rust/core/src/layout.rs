@@ -4,88 +4,20 @@
 //! same. So a key is first compared with the one that stood there last time, delimiter and colon included, and its
 //! value with the one before; only where that fails is it read.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::json::{Cursor, Result, Span};
-use crate::text::unescape;
+use crate::text::name as plain_name;
 
-/// The keys that mean something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Key {
-    Text,
-    OutputIds,
-    MetaInfo,
-    Index,
-    Error,
-    Object,
-    Message,
-    Detail,
-    Code,
-    Pairs,
-    PromptTokens,
-    CachedTokens,
-    RoutedExperts,
-    TopPIds,
-    TopPOffsets,
-    TopPKeptIds,
-    TopPKeptOffsets,
-    Id,
-    FinishReason,
-    CompletionTokens,
-    Length,
-    WeightVersion,
-    WeightVersions,
-    RoutedExpertsDtype,
-    SamplingMask,
-    Other,
+/// The keys of a dialect that mean something.
+pub(crate) trait Key: Copy {
+    /// The kind of object that a key stands in.
+    type Level: Copy + PartialEq;
     /// No key: the object ends.
-    End,
-}
+    const END: Self;
 
-/// Where a key stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Level {
-    Top,
-    MetaInfo,
-}
-
-impl Key {
-    fn of(level: Level, name: &[u8]) -> Self {
-        match level {
-            Level::Top => match name {
-                b"text" => Self::Text,
-                b"output_ids" => Self::OutputIds,
-                b"meta_info" => Self::MetaInfo,
-                b"index" => Self::Index,
-                b"error" => Self::Error,
-                b"object" => Self::Object,
-                b"message" => Self::Message,
-                b"detail" => Self::Detail,
-                b"code" => Self::Code,
-                _ => Self::Other,
-            },
-            Level::MetaInfo => match name {
-                b"output_token_logprobs" => Self::Pairs,
-                b"prompt_tokens" => Self::PromptTokens,
-                b"cached_tokens" => Self::CachedTokens,
-                b"routed_experts" => Self::RoutedExperts,
-                b"top_p_token_ids" => Self::TopPIds,
-                b"top_p_token_offsets" => Self::TopPOffsets,
-                b"top_p_kept_token_ids" => Self::TopPKeptIds,
-                b"top_p_kept_token_offsets" => Self::TopPKeptOffsets,
-                b"id" => Self::Id,
-                b"finish_reason" => Self::FinishReason,
-                b"completion_tokens" => Self::CompletionTokens,
-                b"output_token_logprobs_length" => Self::Length,
-                b"weight_version" => Self::WeightVersion,
-                b"weight_versions" => Self::WeightVersions,
-                b"routed_experts_dtype" => Self::RoutedExpertsDtype,
-                b"output_token_sampling_mask" => Self::SamplingMask,
-                _ => Self::Other,
-            },
-        }
-    }
+    /// The key of that name.
+    fn of(level: Self::Level, name: &[u8]) -> Self;
 }
 
 /// A longer value is not kept to be compared.
@@ -95,9 +27,9 @@ const MAX_KEPT: usize = 64;
 const MAX_PLACES: usize = 128;
 
 /// One key of the last event.
-struct Place {
-    level: Level,
-    key: Key,
+struct Place<K: Key> {
+    level: K::Level,
+    key: K,
     /// As in `,"text":`, with the brace or comma before it.
     raw: Vec<u8>,
     /// The name in `raw`, as it is spelled there.
@@ -111,9 +43,8 @@ struct Place {
 }
 
 /// The keys of the last event, in order.
-#[derive(Default)]
-pub(super) struct Layout {
-    places: Vec<Place>,
+pub(crate) struct Layout<K: Key> {
+    places: Vec<Place<K>>,
     next: usize,
     /// An event had too many keys.
     is_off: bool,
@@ -121,21 +52,27 @@ pub(super) struct Layout {
     name: Option<Span>,
 }
 
-impl Layout {
+impl<K: Key> Default for Layout<K> {
+    fn default() -> Self {
+        Self { places: Vec::new(), next: 0, is_off: false, name: None }
+    }
+}
+
+impl<K: Key> Layout<K> {
     /// An event begins.
-    pub(super) fn restart(&mut self) {
+    pub(crate) fn restart(&mut self) {
         self.next = 0;
     }
 
     /// Take the brace or comma, the key and the colon; or the brace at the end of the object.
     #[inline]
-    pub(super) fn next_key(
+    pub(crate) fn next_key(
         &mut self,
         cursor: &mut Cursor<'_>,
         data: &[u8],
-        level: Level,
+        level: K::Level,
         is_first: bool,
-    ) -> Result<Key> {
+    ) -> Result<K> {
         if let Some(place) = self.places.get(self.next)
             && place.level == level
             && data[cursor.at..].starts_with(&place.raw)
@@ -149,7 +86,7 @@ impl Layout {
 
     /// The name of the key that has just been taken; the value's first byte is at `from`.
     #[inline]
-    pub(super) fn name(&self, from: usize) -> Span {
+    pub(crate) fn name(&self, from: usize) -> Span {
         if let Some(name) = self.name {
             return name;
         }
@@ -160,7 +97,7 @@ impl Layout {
 
     /// Take the value of the last key, if it is the same as in the last event.
     #[inline]
-    pub(super) fn next_same_value(&self, cursor: &mut Cursor<'_>, data: &[u8]) -> bool {
+    pub(crate) fn next_same_value(&self, cursor: &mut Cursor<'_>, data: &[u8]) -> bool {
         if self.name.is_some() {
             return false;
         }
@@ -176,7 +113,7 @@ impl Layout {
 
     /// Keep the value of the key at `index` for the next event; an empty one forgets the last.
     #[inline]
-    pub(super) fn keep_value(&mut self, index: usize, value: &[u8]) {
+    pub(crate) fn keep_value(&mut self, index: usize, value: &[u8]) {
         let Some(place) = self.places.get_mut(index).filter(|_| self.name.is_none()) else { return };
         place.value.clear();
         if value.len() <= MAX_KEPT && !place.is_twin {
@@ -184,35 +121,29 @@ impl Layout {
         }
     }
 
-    /// Whether the key at `index` is known to stand twice.
-    pub(super) fn is_twin(&self, index: usize) -> bool {
-        self.places.get(index).is_some_and(|place| place.is_twin)
+    /// Whether the key at `index` may stand twice.
+    pub(crate) fn is_twin(&self, index: usize) -> bool {
+        self.places.get(index).is_none_or(|place| place.is_twin)
     }
 
     /// What the last event said does not count: keep no value of it.
-    pub(super) fn forget_values(&mut self) {
+    pub(crate) fn forget_values(&mut self) {
         self.places.iter_mut().for_each(|place| place.value.clear());
     }
 
     /// The index of the key that has just been taken.
-    pub(super) fn last(&self) -> usize {
+    pub(crate) fn last(&self) -> usize {
         self.next.wrapping_sub(1)
     }
 
     #[cold]
-    fn read_key(&mut self, cursor: &mut Cursor<'_>, data: &[u8], level: Level, is_first: bool) -> Result<Key> {
+    fn read_key(&mut self, cursor: &mut Cursor<'_>, data: &[u8], level: K::Level, is_first: bool) -> Result<K> {
         let start = cursor.at;
         let Some(name) = (if is_first { cursor.next_object()? } else { cursor.next_member()? }) else {
-            return Ok(Key::End);
+            return Ok(K::END);
         };
-        let plain = if name.has_escapes {
-            let mut plain = String::new();
-            unescape(name.span.of(data), &mut plain);
-            Cow::Owned(plain.into_bytes())
-        } else {
-            Cow::Borrowed(name.span.of(data))
-        };
-        let key = Key::of(level, &plain);
+        let plain = plain_name(data, name);
+        let key = K::of(level, &plain);
         if self.is_off || self.next == MAX_PLACES {
             self.is_off = true;
             self.places.clear();
@@ -232,7 +163,7 @@ impl Layout {
         Ok(key)
     }
 
-    fn put(&mut self, mut place: Place) {
+    fn put(&mut self, mut place: Place<K>) {
         for (index, other) in self.places.iter_mut().enumerate() {
             if index != self.next && other.level == place.level && other.plain == place.plain {
                 other.is_twin = true;
@@ -247,8 +178,8 @@ impl Layout {
         self.next += 1;
     }
 
-    pub(super) fn held(&self) -> usize {
-        let kept = |place: &Place| place.raw.capacity() + place.value.capacity() + place.plain.len();
-        self.places.capacity() * size_of::<Place>() + self.places.iter().map(kept).sum::<usize>()
+    pub(crate) fn held(&self) -> usize {
+        let kept = |place: &Place<K>| place.raw.capacity() + place.value.capacity() + place.plain.len();
+        self.places.capacity() * size_of::<Place<K>>() + self.places.iter().map(kept).sum::<usize>()
     }
 }

@@ -1,0 +1,76 @@
+//! The engine's own errors, in every shape that it and the routers before it use.
+
+use crate::error::EngineFault;
+use crate::field::Field;
+use crate::json::{Cursor, RawStr, Span};
+use crate::text::{decode, label};
+
+/// The keys at the top of an event that errors are told by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ErrorKeys {
+    pub error: Field<Span>,
+    pub object: Field<RawStr>,
+    pub message: Field<Span>,
+    pub detail: Field<Span>,
+    pub code: Field<Span>,
+}
+
+impl ErrorKeys {
+    pub(crate) const ABSENT: Self = Self {
+        error: Field::ABSENT,
+        object: Field::ABSENT,
+        message: Field::ABSENT,
+        detail: Field::ABSENT,
+        code: Field::ABSENT,
+    };
+
+    /// Whether the event is an error. One that `is_event`, having what each part of a generation has, tells so by
+    /// `error` alone.
+    pub(crate) fn tell_error(&self, data: &[u8], is_event: bool) -> bool {
+        let says_error = self.object.get().is_some_and(|object| decode(data, object) == "error");
+        self.error(data).is_some() || (!is_event && (self.detail.get().is_some() || says_error))
+    }
+
+    /// The value of `error`, if it can be one: an object or a text.
+    fn error(&self, data: &[u8]) -> Option<Span> {
+        self.error.get().filter(|value| matches!(data[value.start()], b'{' | b'"'))
+    }
+
+    /// What an error event says, in any of the shapes that engines and routers use.
+    pub(crate) fn fault(&self, data: &[u8]) -> EngineFault {
+        let outer = (self.message.get(), self.code.get());
+        let (message, code) = match (self.error(data), self.detail.get()) {
+            (Some(error), _) if data[error.start()] == b'{' => {
+                let (message, code) = members(data, error);
+                (message, code.or(outer.1))
+            }
+            (Some(error), _) => (Some(error), outer.1),
+            (None, Some(detail)) => (Some(detail), outer.1),
+            (None, None) => outer,
+        };
+        let message = match message.or(self.error(data)) {
+            Some(value) => label(data, value),
+            None => String::from_utf8_lossy(data).into_owned(),
+        };
+        let digits = code.map(|code| label(data, code)).filter(|code| code.bytes().all(|byte| byte.is_ascii_digit()));
+        let status = digits.and_then(|code| code.parse().ok());
+        EngineFault { message, status }
+    }
+}
+
+/// `message` and `code` of an error object.
+fn members(data: &[u8], object: Span) -> (Option<Span>, Option<Span>) {
+    let mut cursor = Cursor::over(data, object);
+    let (mut message, mut code) = (None, None);
+    let mut key = cursor.next_object();
+    while let Ok(Some(raw)) = key {
+        let Ok(value) = cursor.skip_value(2) else { break };
+        match decode(data, raw).as_str() {
+            "message" => message = Some(value),
+            "code" => code = Some(value),
+            _ => {}
+        }
+        key = cursor.next_member();
+    }
+    (message, code)
+}

@@ -1,0 +1,199 @@
+//! What stands under a key: a value of the type that is wanted, or what there is instead.
+//!
+//! Reading and judging are apart: the whole event must be JSON before anything else about it matters, so a value of
+//! a wrong type is noted here and reported later, when its turn comes.
+
+use crate::generation::Matched;
+use crate::json::{Cursor, Peek, RawStr, Result, Span};
+use crate::text::decode;
+
+/// What stands under a key.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Value<T> {
+    Absent,
+    Null,
+    /// Of another type than it should be, or out of range.
+    Wrong,
+    Is(T),
+}
+
+/// A key's value and its place in the event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Field<T> {
+    place: Span,
+    pub value: Value<T>,
+}
+
+impl<T: Copy> Field<T> {
+    pub(crate) const ABSENT: Self = Self { place: Span::NOWHERE, value: Value::Absent };
+
+    #[inline]
+    pub(crate) fn new(at: usize, value: Value<T>) -> Self {
+        Self { place: Span::new(at, at), value }
+    }
+
+    pub(crate) fn at(&self) -> usize {
+        self.place.start()
+    }
+
+    #[inline]
+    pub(crate) fn get(&self) -> Option<T> {
+        match self.value {
+            Value::Is(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn is_wrong(&self) -> bool {
+        matches!(self.value, Value::Wrong)
+    }
+
+    pub(crate) fn is_absent(&self) -> bool {
+        matches!(self.value, Value::Absent)
+    }
+}
+
+/// What a generation stopped at, as it stands on the wire.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum RawMatched {
+    Token(i64),
+    Text(RawStr),
+}
+
+impl RawMatched {
+    pub(crate) fn decode(self, data: &[u8]) -> Matched {
+        match self {
+            Self::Token(id) => Matched::Token(id),
+            Self::Text(raw) => Matched::Text(decode(data, raw)),
+        }
+    }
+}
+
+/// A list of one element per token; the elements themselves are staged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct List {
+    /// Behind the bracket.
+    pub start: usize,
+    /// Where the last element ends.
+    pub end: usize,
+    pub len: usize,
+    /// Leading elements known by their fingerprint; these are not staged.
+    pub known: usize,
+    /// The first element of a wrong shape: its index and place.
+    pub misshapen: Option<(usize, usize)>,
+}
+
+/// Each takes the next value, whatever it is, inside `depth` containers.
+impl Cursor<'_> {
+    /// A value that is worth something only if `wanted` comes; `take` takes it.
+    #[inline]
+    pub(crate) fn next_field<T: Copy>(
+        &mut self,
+        depth: u32,
+        wanted: Peek,
+        take: impl FnOnce(&mut Self) -> Result<Value<T>>,
+    ) -> Result<Field<T>> {
+        let peek = self.peek()?;
+        let at = self.at;
+        let value = if peek == wanted {
+            take(self)?
+        } else if peek == Peek::Null {
+            self.skip_word(peek)?;
+            Value::Null
+        } else {
+            self.skip_value(depth)?;
+            Value::Wrong
+        };
+        Ok(Field::new(at, value))
+    }
+
+    /// Look for an object, and stop at its brace; anything else is taken.
+    #[inline]
+    pub(crate) fn look_for_object(&mut self, depth: u32) -> Result<Field<()>> {
+        self.next_field(depth, Peek::Object, |_| Ok(Value::Is(())))
+    }
+
+    #[inline]
+    pub(crate) fn next_string_field(&mut self, depth: u32) -> Result<Field<RawStr>> {
+        self.next_field(depth, Peek::String, |cursor| Ok(Value::Is(cursor.next_string()?)))
+    }
+
+    #[inline]
+    pub(crate) fn next_count(&mut self, depth: u32) -> Result<Field<u64>> {
+        let at = self.at;
+        if let Some(value) = self.next_plain_integer() {
+            return Ok(Field::new(at, Value::Is(value)));
+        }
+        self.next_field(depth, Peek::Number, |cursor| {
+            let value = cursor.next_number()?.as_integer(u64::from(u32::MAX));
+            Ok(value.map_or(Value::Wrong, Value::Is))
+        })
+    }
+
+    pub(crate) fn next_integer(&mut self, depth: u32) -> Result<Field<i64>> {
+        self.next_field(depth, Peek::Number, |cursor| {
+            let number = cursor.next_number()?;
+            // One that is too large for 64 bits means nothing to anybody.
+            let value = number.as_i64(cursor.data).or(number.is_integer.then_some(i64::MAX));
+            Ok(value.map_or(Value::Wrong, Value::Is))
+        })
+    }
+
+    /// A string or a number, quotes included.
+    pub(crate) fn next_label(&mut self, depth: u32) -> Result<Field<Span>> {
+        let peek = self.peek()?;
+        self.next_field(depth, peek, |cursor| {
+            let span = cursor.skip_value(depth)?;
+            Ok(match peek {
+                Peek::String | Peek::Number => Value::Is(span),
+                Peek::Null => Value::Null,
+                _ => Value::Wrong,
+            })
+        })
+    }
+
+    /// A value whose type is looked at later.
+    #[inline]
+    pub(crate) fn next_any(&mut self, depth: u32) -> Result<Field<Span>> {
+        let peek = self.peek()?;
+        self.next_field(depth, peek, |cursor| {
+            let span = cursor.skip_value(depth)?;
+            Ok(if peek == Peek::Null { Value::Null } else { Value::Is(span) })
+        })
+    }
+
+    /// A token id or a string; anything else tells nothing.
+    pub(crate) fn next_matched(&mut self, depth: u32) -> Result<Option<RawMatched>> {
+        Ok(match self.peek()? {
+            Peek::String => Some(RawMatched::Text(self.next_string()?)),
+            Peek::Number => self.next_number()?.as_i64(self.data).map(RawMatched::Token),
+            _ => {
+                self.skip_value(depth)?;
+                None
+            }
+        })
+    }
+
+    /// An array whose elements, and closing bracket, are taken by `take`. Before it, `len` is 0 for an empty one.
+    #[inline]
+    pub(crate) fn next_list(
+        &mut self,
+        depth: u32,
+        take: impl FnOnce(&mut Self, &mut List) -> Result<()>,
+    ) -> Result<Field<List>> {
+        self.next_field(depth, Peek::Array, |cursor| {
+            let start = cursor.at + 1;
+            let len = usize::from(cursor.next_array());
+            let mut list = List { start, end: start, len, known: 0, misshapen: None };
+            take(cursor, &mut list)?;
+            Ok(Value::Is(list))
+        })
+    }
+
+    /// Where the value that has just been taken stands, its key's colon being before `from`.
+    #[inline]
+    pub(crate) fn value_since(&self, from: usize) -> Span {
+        let blanks = self.data[from..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+        Span::new(from + blanks, self.at)
+    }
+}

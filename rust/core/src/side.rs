@@ -1,0 +1,235 @@
+//! What rides beside the tokens, in every dialect: routed experts, sampling masks, weight versions.
+
+use crate::arrays::{damaged, next_tokens};
+use crate::error::Flaw;
+use crate::generation::{Growing, RoutedExperts, TopP, VersionSpan};
+use crate::json::{Cursor, Peek, Span};
+use crate::parser::Options;
+use crate::text::{decode, label};
+
+/// The tokens that side data must fit.
+#[derive(Clone, Copy)]
+pub(crate) struct Arrivals {
+    /// Tokens before the event.
+    pub kept: usize,
+    /// Tokens that it brings.
+    pub new: usize,
+    pub is_last: bool,
+}
+
+impl Arrivals {
+    pub(crate) fn total(self) -> usize {
+        self.kept + self.new
+    }
+}
+
+/// How masks extend those before them.
+pub(crate) enum Masks {
+    None,
+    Append(TopP),
+    Replace(TopP),
+}
+
+/// Side data that has passed every check.
+pub(crate) struct SideData {
+    /// With their rows, if the shape is known.
+    pub experts: Option<(RoutedExperts, Option<usize>)>,
+    pub masks: Masks,
+    pub versions: Option<Vec<VersionSpan>>,
+}
+
+impl SideData {
+    /// Nothing here can fail. The event has brought `new` tokens.
+    pub(crate) fn apply(self, new: usize, growing: &mut Growing) {
+        let generation = &mut growing.generation;
+        match self.experts {
+            Some((experts, rows)) => (generation.routed_experts, generation.expert_rows) = (Some(experts), rows),
+            // Rows that later tokens have outgrown would be misaligned.
+            None if new > 0 => (generation.routed_experts, generation.expert_rows) = (None, None),
+            None => {}
+        }
+        match self.masks {
+            Masks::Replace(masks) => {
+                growing.covers_top_p = true;
+                generation.top_p = Some(masks);
+            }
+            Masks::Append(masks) if growing.covers_top_p => match &mut generation.top_p {
+                None => generation.top_p = Some(masks),
+                Some(kept) => {
+                    let shift = kept.offsets.last().copied().unwrap_or_default();
+                    kept.ids.extend(masks.ids);
+                    kept.offsets.extend(masks.offsets[1..].iter().map(|offset| offset.saturating_add(shift)));
+                }
+            },
+            Masks::Append(_) | Masks::None if new == 0 => {}
+            Masks::Append(_) | Masks::None => {
+                growing.covers_top_p = false;
+                generation.top_p = None;
+            }
+        }
+        if let Some(versions) = self.versions {
+            generation.version_spans = versions;
+        }
+    }
+}
+
+/// What routed experts must be, by the tokens and by what the caller said of them.
+pub(crate) struct ExpertShape {
+    pub rows: usize,
+    /// Of all rows together.
+    pub numbers: usize,
+    /// The reckoning, for a message.
+    pub why: String,
+}
+
+impl ExpertShape {
+    /// The shape that routed experts at `at` must have after `total` tokens; None if the caller told none.
+    pub(crate) fn of(
+        options: &Options,
+        told_prompt: Option<u64>,
+        total: usize,
+        at: usize,
+        path: &'static str,
+    ) -> Result<Option<Self>, Flaw> {
+        let Some(experts) = options.experts else { return Ok(None) };
+        let Some(prompt) = options.prompt_len.or(told_prompt) else {
+            return Err(damaged(at, path, "the length of the prompt is not known; pass prompt_len"));
+        };
+        let prompt = usize::try_from(prompt).unwrap_or(usize::MAX);
+        let start = usize::try_from(options.experts_start).unwrap_or(usize::MAX);
+        let rows = prompt.saturating_add(total).saturating_sub(1).saturating_sub(start);
+        let why = format!(
+            "{rows} rows ({prompt} of the prompt + {total} tokens - 1 - {start}) of {} layers and top {}",
+            experts.num_layers, experts.top_k
+        );
+        let numbers = rows.checked_mul(experts.num_layers).and_then(|numbers| numbers.checked_mul(experts.top_k));
+        let numbers = numbers.ok_or_else(|| damaged(at, path, format!("{why}: too many")))?;
+        Ok(Some(Self { rows, numbers, why }))
+    }
+}
+
+/// Ids lie below the number of experts; -1 marks a row that the engine padded.
+pub(crate) fn check_range(
+    ids: &RoutedExperts,
+    num_experts: Option<u32>,
+    at: usize,
+    path: &'static str,
+) -> Result<(), Flaw> {
+    let limit = num_experts.map_or(i64::MAX, i64::from);
+    let is_bad = |id: i64| id >= limit || id < -1;
+    let bad = match ids {
+        RoutedExperts::Int32(ids) => ids.iter().map(|&id| i64::from(id)).find(|&id| is_bad(id)),
+        RoutedExperts::Uint8(ids) => ids.iter().map(|&id| i64::from(id)).find(|&id| is_bad(id)),
+        RoutedExperts::Uint16(ids) => ids.iter().map(|&id| i64::from(id)).find(|&id| is_bad(id)),
+    };
+    match bad {
+        None => Ok(()),
+        Some(id) => {
+            let limit = num_experts.map_or_else(|| "the least is -1".to_owned(), |limit| format!("there are {limit}"));
+            Err(damaged(at, path, format!("expert {id}, but {limit}; is the dtype another one?")))
+        }
+    }
+}
+
+/// A list of ids for each token, as the same in two arrays.
+pub(crate) fn sampling_mask(data: &[u8], value: Span, path: &'static str) -> Result<TopP, Flaw> {
+    let mut cursor = Cursor::over(data, value);
+    let mut masks = TopP { ids: Vec::new(), offsets: vec![0] };
+    let wrong = |at| damaged(at, path, "a list of ids for each token was expected");
+    if cursor.peek() != Ok(Peek::Array) {
+        return Err(wrong(value.start()));
+    }
+    let mut more = cursor.next_array();
+    while more {
+        if cursor.peek() != Ok(Peek::Array) {
+            return Err(wrong(cursor.at));
+        }
+        let at = cursor.at;
+        if cursor.next_array() {
+            next_tokens(&mut cursor, 4, &mut masks.ids).map_err(|_| wrong(value.start()))?;
+        }
+        let end = i32::try_from(masks.ids.len()).map_err(|_| damaged(at, path, "more than 2147483647 ids"))?;
+        masks.offsets.push(end);
+        more = cursor.next_element().map_err(|_| wrong(value.start()))?;
+    }
+    if masks.ids.iter().any(|&id| id < 0) {
+        return Err(damaged(value.start(), path, "an id is no integer in 0 … 2147483647"));
+    }
+    Ok(masks)
+}
+
+/// The spans of weight versions over all tokens.
+pub(crate) fn versions(data: &[u8], value: Span, total: usize, path: &'static str) -> Result<Vec<VersionSpan>, Flaw> {
+    let wrong = |at| damaged(at, path, "a list of {version, start, end} was expected");
+    let mut cursor = Cursor::over(data, value);
+    let mut spans = Vec::new();
+    if cursor.peek() != Ok(Peek::Array) {
+        return Err(wrong(value.start()));
+    }
+    let mut more = cursor.next_array();
+    while more {
+        let at = cursor.at;
+        let span = version_span(data, &mut cursor).ok_or_else(|| wrong(at))?;
+        let expected = spans.last().map_or(0, |last: &VersionSpan| last.end);
+        if span.start > span.end {
+            return Err(damaged(at, path, format!("it runs from {} back to {}", span.start, span.end)));
+        }
+        if span.start < span.end {
+            if span.start != expected {
+                let message = format!("a span starts at {}, but the one before it ends at {expected}", span.start);
+                return Err(damaged(at, path, message));
+            }
+            spans.push(span);
+        }
+        more = cursor.next_element().map_err(|_| wrong(value.start()))?;
+    }
+    let end = spans.last().map_or(0, |last| last.end);
+    if end != total {
+        return Err(damaged(value.start(), path, format!("the spans end at {end}, but there are {total} tokens")));
+    }
+    Ok(spans)
+}
+
+fn version_span(data: &[u8], cursor: &mut Cursor<'_>) -> Option<VersionSpan> {
+    if cursor.peek().ok()? != Peek::Object {
+        return None;
+    }
+    let (mut version, mut start, mut end) = (None, None, None);
+    let mut key = cursor.next_object().ok()?;
+    while let Some(raw) = key {
+        let name = decode(data, raw);
+        let peek = cursor.peek().ok()?;
+        let mut ahead = cursor.clone();
+        let value = cursor.skip_value(4).ok()?;
+        let mut count = || {
+            let number = (peek == Peek::Number).then(|| ahead.next_number().ok()).flatten()?;
+            usize::try_from(number.as_integer(u64::from(u32::MAX))?).ok()
+        };
+        match name.as_str() {
+            "version" => version = matches!(peek, Peek::String | Peek::Number).then(|| label(data, value)),
+            "start" => start = count(),
+            "end" => end = count(),
+            _ => {}
+        }
+        key = cursor.next_member().ok()?;
+    }
+    Some(VersionSpan { version: version?, start: start?, end: end? })
+}
+
+/// The label of the weights, decoded once for each new one.
+#[derive(Default)]
+pub(crate) struct Version {
+    raw: Vec<u8>,
+    label: String,
+}
+
+impl Version {
+    pub(crate) fn decode(&mut self, data: &[u8], span: Span) -> &str {
+        let raw = span.of(data);
+        if self.raw != raw {
+            self.raw = raw.to_vec();
+            self.label = label(data, span);
+        }
+        &self.label
+    }
+}

@@ -1,0 +1,167 @@
+//! Logprobs as vLLM's token endpoint lists them, an object per token, and as completions do, in parallel lists.
+//!
+//! The id beside a logprob comes as `"token_id": 5` or as `"token": "token_id:5"`, or not at all.
+
+use crate::arrays::{NO_TOKEN, next_token};
+use crate::field::{Field, List};
+use crate::json::{Cursor, Peek, Result};
+use crate::text::name;
+use crate::vllm::staged::{Staged, UNTOLD};
+
+/// What is written before an id in place of a token's text.
+const PLACEHOLDER: &[u8] = b"token_id:";
+
+/// Take `content`: `[{"token_id": 5, "logprob": -0.5, …}, …]`.
+pub(super) fn next_entries(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
+    staged.clear_logprobs();
+    next_elements(cursor, staged, next_entry)
+}
+
+/// Take `token_logprobs`: `[-0.5, …]`.
+pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
+    staged.logprobs.clear();
+    next_elements(cursor, staged, |cursor, staged| {
+        let (logprob, misshapen) = next_logprob(cursor, 5)?;
+        staged.logprobs.push(logprob);
+        Ok(misshapen)
+    })
+}
+
+/// Take `tokens`: `["token_id:5", …]`, or texts, which tell nothing.
+pub(super) fn next_names(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
+    staged.named_ids.clear();
+    next_elements(cursor, staged, |cursor, staged| {
+        staged.named_ids.push(next_name(cursor, 5)?);
+        Ok(None)
+    })
+}
+
+/// Take a list by its elements; `take` tells where one of a wrong shape stands.
+#[inline]
+fn next_elements(
+    cursor: &mut Cursor<'_>,
+    staged: &mut Staged,
+    mut take: impl FnMut(&mut Cursor<'_>, &mut Staged) -> Result<Option<usize>>,
+) -> Result<Field<List>> {
+    cursor.next_list(4, |cursor, list| {
+        let mut more = list.len > 0;
+        list.len = 0;
+        while more {
+            if let Some(at) = take(cursor, staged)? {
+                list.misshapen = list.misshapen.or(Some((list.len, at)));
+            }
+            list.len += 1;
+            list.end = cursor.at;
+            more = cursor.next_element()?;
+        }
+        Ok(())
+    })
+}
+
+/// Stage one entry; its place, if it is nothing of the kind.
+#[inline]
+fn next_entry(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Option<usize>> {
+    if let Some((id, logprob)) = next_plain_entry(cursor) {
+        staged.named_ids.push(id);
+        staged.logprobs.push(logprob);
+        return Ok(None);
+    }
+    let object = cursor.look_for_object(5)?;
+    let (mut id, mut name_id) = (UNTOLD, UNTOLD);
+    let mut logprob = f64::NAN;
+    let mut misshapen = object.get().is_none().then_some(object.at());
+    if misshapen.is_none() {
+        let data = cursor.data;
+        let mut key = cursor.next_object()?;
+        while let Some(raw) = key {
+            match &*name(data, raw) {
+                b"logprob" => (logprob, misshapen) = next_logprob(cursor, 6)?,
+                b"token_id" if cursor.peek()? == Peek::Null => {
+                    cursor.skip_word(Peek::Null)?;
+                    id = UNTOLD;
+                }
+                b"token_id" => id = next_token(cursor, 6)?,
+                b"token" => name_id = next_name(cursor, 6)?,
+                _ => {
+                    cursor.skip_value(6)?;
+                }
+            }
+            key = cursor.next_member()?;
+        }
+    }
+    staged.named_ids.push(if id == UNTOLD { name_id } else { id });
+    staged.logprobs.push(logprob);
+    Ok(misshapen)
+}
+
+/// Take an entry as vLLM writes it, without a blank, in either way; if it is anything else, nothing.
+#[inline]
+fn next_plain_entry(cursor: &mut Cursor<'_>) -> Option<(i32, f64)> {
+    let start = cursor.at;
+    let entry = plain_entry(cursor, start);
+    if entry.is_none() {
+        cursor.at = start;
+    }
+    entry
+}
+
+#[inline]
+fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
+    let has_number = cursor.next_exact(br#"{"token_id":"#).is_some();
+    if !has_number {
+        cursor.next_exact(br#"{"token":"token_id:"#)?;
+    }
+    let id = if has_number {
+        cursor.next_plain_integer()?
+    } else {
+        let id = cursor.next_plain_digits(|end| end == b'"')?;
+        cursor.next_exact(b"\"")?;
+        id
+    };
+    cursor.next_exact(br#","logprob":"#)?;
+    // Taken apart at once: a Number that goes through memory costs a stall.
+    let logprob = cursor.next_number().ok()?.as_f64(cursor.data);
+    if has_number {
+        cursor.next_exact(br#","rank":"#)?;
+        cursor.next_plain_integer()?;
+    } else {
+        cursor.next_exact(br#","bytes":null"#)?;
+    }
+    let end = cursor.at;
+    cursor.next_exact(br#","top_logprobs":["#)?;
+    // The sampled token comes first among the likely ones, in the same words: they have just been read.
+    cursor.next_again(start, end)?;
+    cursor.next_exact(b"}")?;
+    while cursor.next_exact(b"]}").is_none() {
+        cursor.next_exact(b",")?;
+        cursor.skip_value(7).ok()?;
+    }
+    Some((i32::try_from(id).ok()?, logprob))
+}
+
+/// Take a logprob; NaN for null, and for what is no number, with its place.
+#[inline]
+fn next_logprob(cursor: &mut Cursor<'_>, depth: u32) -> Result<(f64, Option<usize>)> {
+    match cursor.peek()? {
+        Peek::Number => Ok((cursor.next_number()?.as_f64(cursor.data), None)),
+        Peek::Null => {
+            cursor.skip_word(Peek::Null)?;
+            Ok((f64::NAN, None))
+        }
+        _ => Ok((f64::NAN, Some(cursor.skip_value(depth)?.start()))),
+    }
+}
+
+/// Take the name of a token: the id in it, if it is a placeholder.
+fn next_name(cursor: &mut Cursor<'_>, depth: u32) -> Result<i32> {
+    if cursor.peek()? != Peek::String {
+        cursor.skip_value(depth)?;
+        return Ok(UNTOLD);
+    }
+    let data = cursor.data;
+    let raw = cursor.next_string()?;
+    let text = name(data, raw);
+    let digits = text.strip_prefix(PLACEHOLDER).filter(|digits| digits.iter().all(u8::is_ascii_digit));
+    let Some(digits) = digits.filter(|digits| !digits.is_empty()) else { return Ok(UNTOLD) };
+    Ok(std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).unwrap_or(NO_TOKEN))
+}

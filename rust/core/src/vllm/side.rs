@@ -1,0 +1,66 @@
+//! What rides beside the tokens of a vLLM event.
+
+use crate::arrays::damaged;
+use crate::error::Flaw;
+use crate::generation::{Generation, RoutedExperts};
+use crate::json::{RawStr, Span};
+use crate::npy::base64_npy;
+use crate::parser::Options;
+use crate::side::{Arrivals, ExpertShape, Masks, SideData, check_range, sampling_mask, versions};
+use crate::vllm::fields::Fields;
+
+const EXPERTS: &str = "choices[0].routed_experts";
+const MASK: &str = "choices[0].sampling_mask";
+
+/// Read the side data of an event, and check it.
+pub(super) fn read(
+    data: &[u8],
+    fields: &Fields,
+    arrivals: Arrivals,
+    options: &Options,
+    generation: &Generation,
+) -> Result<SideData, Flaw> {
+    let told_prompt = fields.usage.prompt_tokens.get().or(generation.prompt_tokens);
+    let experts = match fields.choice.routed_experts.get() {
+        Some(text) => Some(experts(data, text, arrivals.total(), told_prompt, options)?),
+        None => None,
+    };
+    let masks = match fields.choice.sampling_mask.get() {
+        Some(value) => masks(data, value, arrivals.new)?,
+        None => Masks::None,
+    };
+    let versions = match fields.weight_versions().filter(|_| arrivals.is_last) {
+        Some((value, path)) => Some(versions(data, value, arrivals.total(), path)?),
+        None => None,
+    };
+    Ok(SideData { experts, masks, versions })
+}
+
+fn experts(
+    data: &[u8],
+    text: RawStr,
+    total: usize,
+    told_prompt: Option<u64>,
+    options: &Options,
+) -> Result<(RoutedExperts, Option<usize>), Flaw> {
+    let at = text.span.start();
+    let array = base64_npy(data, text, EXPERTS)?;
+    let Some(experts) = options.experts else { return Ok((array.numbers, None)) };
+    let shape = ExpertShape::of(options, told_prompt, total, at, EXPERTS)?;
+    let Some(ExpertShape { rows, why, .. }) = shape else { return Ok((array.numbers, None)) };
+    if array.shape != [rows, experts.num_layers, experts.top_k] {
+        return Err(damaged(at, EXPERTS, format!("its shape is {:?}, but {why} were expected", array.shape)));
+    }
+    check_range(&array.numbers, experts.num_experts, at, EXPERTS)?;
+    Ok((array.numbers, Some(rows)))
+}
+
+/// Masks are deltas as the tokens are.
+fn masks(data: &[u8], value: Span, new: usize) -> Result<Masks, Flaw> {
+    let masks = sampling_mask(data, value, MASK)?;
+    let tokens = masks.offsets.len() - 1;
+    if tokens != new {
+        return Err(damaged(value.start(), MASK, format!("for {tokens} tokens, but the event brings {new}")));
+    }
+    Ok(Masks::Append(masks))
+}
