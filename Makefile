@@ -29,7 +29,7 @@ unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(BUILT)  ## Run the main job: a loopback engine, 16 streams at once, some aborted and resumed
+demo: $(BUILT)  ## Two rollouts on two engines in a box: cut, kept, resumed; proves that nothing is lost
 	$(BIN)/streamfold demo
 
 test: $(BUILT)  ## Run the Rust and Python tests (without torch)

@@ -350,7 +350,7 @@ def test_a_call_needs_a_running_loop() -> None:
         Client("http://127.0.0.1:9").start([1], {})
 
 
-@pytest.mark.parametrize("more", [{"engine": "auto"}, {"engine": "vllm"}, {"transport": "direct"}, {"transport": None}])
+@pytest.mark.parametrize("more", [{"engine": "tgi"}, {"engine": None}, {"transport": "direct"}, {"transport": None}])
 def test_an_unknown_engine_or_transport_is_refused_with_the_known_ones(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"sglang|httpx"):
         Client("http://h", **more)

@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from streamfold import EngineError, Experts
-from streamfold.engines import Sglang, error_message, retry_after, token_array
+from streamfold.engines import Sglang, token_array
+from streamfold.replies import error_message, retry_after
 from streamfold.urls import base_url
 
 ENGINE = Sglang()
@@ -248,7 +249,7 @@ def test_a_long_error_page_is_cut_short() -> None:
     ],
 )
 def test_the_load_is_what_runs_and_waits_in_every_shape_of_the_reply(reply: Any, load: int) -> None:
-    assert ENGINE.read_load(reply) == load
+    assert ENGINE.read_load(orjson.dumps(reply)) == load
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_the_load_is_what_runs_and_waits_in_every_shape_of_the_reply(reply: Any,
 )
 def test_a_load_of_unknown_shape_is_an_error_and_not_idle(reply: Any) -> None:
     with pytest.raises(EngineError, match="unknown shape"):
-        ENGINE.read_load(reply)
+        ENGINE.read_load(orjson.dumps(reply))
 
 
 @pytest.mark.parametrize(
@@ -312,4 +313,4 @@ def test_a_date_without_the_servers_clock_is_measured_by_ours() -> None:
 
 
 def test_the_abort_of_all_names_no_request() -> None:
-    assert ENGINE.abort_all() == ("/abort_request", {"abort_all": True})
+    assert ENGINE.aborts_all() == [("/abort_request", {"abort_all": True})]

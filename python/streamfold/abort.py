@@ -6,6 +6,7 @@ They have a small pool of their own, so that an abort never queues behind the st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,15 +15,15 @@ import httpx
 import orjson
 
 from streamfold.connection import Connection, Stopped
-from streamfold.engines import error_message, quote
 from streamfold.errors import EngineError
 from streamfold.limits import Deadline, Slots
+from streamfold.replies import error_message
 from streamfold.urls import base_url
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
 
-    from streamfold.engines import Sglang
+    from streamfold.engines import Engine, Post
 
 __all__ = ["Control"]
 
@@ -37,7 +38,12 @@ _REPEAT_AFTER = 0.075  # an engine forgets an abort that comes before its reques
 _WORKERS_LAST = 10.0  # routers gain and lose workers
 _FAILURE_LASTS = 1.0
 _SWEEP_AGAIN = 0.25  # seconds between two sweeps of a server abort
+_NOT_THERE = (403, 404, 405)
 _FAILURES = 2  # in a row, after which a worker counts as gone
+
+
+class _NotThere(EngineError):
+    """A server has no such endpoint, or does not let us at it."""
 
 
 class Control:
@@ -50,9 +56,9 @@ class Control:
         transport: where requests go; closed by :meth:`aclose`.
     """
 
-    def __init__(self, base: str, engine: Sglang, headers: httpx.Headers, transport: httpx.AsyncBaseTransport) -> None:
+    def __init__(self, base: str, engine: Engine, headers: httpx.Headers, transport: httpx.AsyncBaseTransport) -> None:
         self._base = base
-        self._engine = engine
+        self.engine = engine
         self._headers = headers
         self._transport = transport
         self._loop = asyncio.get_running_loop()
@@ -62,6 +68,7 @@ class Control:
         self._search_again = 0.0
         self._known = [base]
         self._reported: set[str] = set()
+        self._without: set[str] = set()  # workers that cannot be told to end one request
         self._closed = False
 
     def tell(self, rid: str, *, ended: asyncio.Future[None], begun: bool) -> asyncio.Task[None]:
@@ -99,6 +106,14 @@ class Control:
             await asyncio.wait(sweeps)  # an abort of all that came late would end what is started next
         return all(sweep.result() for sweep in sweeps)
 
+    async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Send one small request to the base URL and give the reply's body.
+
+        Raises:
+            EngineError: no reply in time, or one with a status of 300 or more.
+        """
+        return await asyncio.shield(self._keep(self._ask(method, self._base, path, body)))
+
     async def workers(self, *, anew: bool = False) -> list[str]:
         """Base URLs of the engines: what a router lists, otherwise the base URL itself. Asked now and then."""
         if self._search is None or (self._search.done() and (anew or self._loop.time() >= self._search_again)):
@@ -127,9 +142,14 @@ class Control:
         await asyncio.gather(*[self._end_at(worker, rid) for worker in await self.workers()])
 
     async def _end_at(self, worker: str, rid: str) -> None:
-        path, body = self._engine.abort(rid)
+        if worker in self._without:
+            return
         try:
-            await self._ask("POST", worker, path, body)
+            await self._post(worker, self.engine.aborts(rid))
+        except _NotThere as error:
+            self._without.add(worker)
+            level = logging.INFO if self.engine.closing_ends else logging.WARNING
+            log.log(level, "%s has no way to end a request but by closing its stream: %s", worker, error)
         except EngineError as error:
             if worker not in self._reported:  # one word for a dead worker, not one for each of a thousand aborts
                 self._reported.add(worker)
@@ -140,12 +160,11 @@ class Control:
 
         False if it answers and may not be idle. Nothing is sent once ``stop`` is done.
         """
-        path, body = self._engine.abort_all()
         failures = idle = 0
         while not (stop.done() or self._closed):
             answers = False
             try:
-                await self._ask("POST", worker, path, body, stop)
+                await self._post(worker, self.engine.aborts_all(), stop)
                 answers = True
                 load = await self._load_of(worker, stop)
             except EngineError as error:
@@ -170,18 +189,27 @@ class Control:
         return sum(cast("list[int]", loads))
 
     async def _load_of(self, worker: str, stop: asyncio.Future[None] | None = None) -> int:
-        body = await self._ask("GET", worker, self._engine.load_path, stop=stop)
-        try:
-            return self._engine.read_load(orjson.loads(body))
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"the load of {worker} is no JSON: {quote(body)}") from error
+        *others, last = self.engine.loads
+        for path in others:
+            with contextlib.suppress(_NotThere):
+                return self.engine.read_load(await self._ask("GET", worker, path, stop=stop))
+        return self.engine.read_load(await self._ask("GET", worker, last, stop=stop))
+
+    async def _post(self, worker: str, posts: Sequence[Post], stop: asyncio.Future[None] | None = None) -> None:
+        """Send the first of some requests that the worker has."""
+        *others, last = posts
+        for path, body in others:
+            with contextlib.suppress(_NotThere):
+                await self._ask("POST", worker, path, body, stop)
+                return
+        await self._ask("POST", worker, *last, stop)
 
     async def _find_workers(self) -> list[str]:
         self._reported.clear()
         lasts = _WORKERS_LAST
         try:
-            reply = await self._ask("GET", self._base, self._engine.workers_path)
-            urls = [self._worker_url(worker) for worker in self._engine.read_workers(orjson.loads(reply))]
+            reply = await self._ask("GET", self._base, self.engine.workers_path)
+            urls = [self._worker_url(worker) for worker in self.engine.read_workers(orjson.loads(reply))]
             self._known = list(filter(None, urls)) or self._known
         except EngineError as error:
             if error.status == 404:  # an engine without a router
@@ -257,7 +285,8 @@ class Control:
         if connection.stopped:
             raise EngineError(f"the reply from {url} did not end within {_SECONDS:g} s", retryable=True)
         if response.status_code >= 300:
-            raise EngineError(error_message(bytes(reply)), status=response.status_code)
+            kind = _NotThere if response.status_code in _NOT_THERE else EngineError
+            raise kind(error_message(bytes(reply)), status=response.status_code)
         return bytes(reply)
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

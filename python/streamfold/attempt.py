@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import httpx
 
 from streamfold.connection import Connection, Stopped
-from streamfold.engines import is_stream, refusal
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.limits import Deadline
+from streamfold.replies import is_stream, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -259,7 +259,7 @@ class Attempt:
         self._wait_for("rest", _REST_SECONDS)
         with contextlib.suppress(Exception):  # what has come of it tells enough
             await self._connection.read(response, take)
-        return refusal(response, bytes(body))
+        return refusal(response, bytes(body), self._control.engine.hint(response.status_code))
 
     # Phases.
 

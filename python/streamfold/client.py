@@ -16,7 +16,7 @@ from streamfold._core import Generation, Parser, __version__
 from streamfold.abort import Control
 from streamfold.attempt import Attempt
 from streamfold.call import Call, RetryLog
-from streamfold.engines import ENGINES, token_array
+from streamfold.engines import ENGINES, Sglang, discover, token_array
 from streamfold.limits import Limits, Retries, Slots, Timeouts, check_seconds
 from streamfold.urls import base_url as normalised
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamfold._core import Experts
-    from streamfold.engines import TokenIds
+    from streamfold.engines import Engine, TokenIds
     from streamfold.text import Tokenizer
 
 __all__ = ["Client", "Running"]
@@ -86,7 +86,8 @@ class Client:
 
     Args:
         base_url: the engine's or router's address, with or without a path: ``http://10.0.0.1:30000``, ``[::1]:30000``.
-        engine: how it is spoken to: ``"sglang"``.
+        engine: how it is spoken to: ``"sglang"``, ``"vllm"`` (its token endpoint), ``"vllm-completions"``, ``"auto"``:
+            the server is asked, on entering ``async with`` or by :meth:`discover`.
         tokenizer: kept for those who write samples, as :attr:`tokenizer`; the client itself needs none.
         headers: sent with every request, in addition to those that the client needs.
         api_key: sent as a bearer token.
@@ -94,6 +95,8 @@ class Client:
         retries: how often a call that fails before its first token is tried, and the pauses in between.
         limits: how much may be done at once.
         experts: how routed experts are written; given, every call asks for them.
+        vocab_size: one more than the largest id that the engine takes. Some servers die of others; given, they are
+            refused here.
         clamped: what to do with a logprob that is the engine's stand-in for minus infinity: ``"raise"`` a
             ``DecodeError``, or ``"keep"`` and count it.
         transport: ``"httpx"``, or a transport of your own, for TLS with a private authority
@@ -108,7 +111,7 @@ class Client:
         self,
         base_url: str,
         *,
-        engine: Literal["sglang"] = "sglang",
+        engine: Literal["sglang", "vllm", "vllm-completions", "auto"] = "sglang",
         tokenizer: Tokenizer | None = None,
         headers: Mapping[str, str] | None = None,
         api_key: str | None = None,
@@ -116,18 +119,20 @@ class Client:
         retries: Retries = Retries(),  # noqa: B008  # immutable
         limits: Limits = Limits(),  # noqa: B008  # immutable
         experts: Experts | None = None,
+        vocab_size: int | None = None,
         clamped: Literal["raise", "keep"] = "raise",
         transport: Literal["httpx"] | httpx.AsyncBaseTransport = "httpx",
     ) -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+        if engine not in ENGINES and engine != "auto":
+            raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}, auto")
         if transport != "httpx" and not isinstance(transport, httpx.AsyncBaseTransport):
             raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
         if clamped not in ("raise", "keep"):
             raise ValueError(f'clamped must be "raise" or "keep", not {clamped!r}')
         _check_pool(transport, limits.calls)
         self._base = normalised(base_url)
-        self._engine = ENGINES[engine]()
+        self._engine = None if engine == "auto" else ENGINES[engine]()
+        self._vocab_size = vocab_size
         self._headers = httpx.Headers({"Accept": "*/*", "User-Agent": f"streamfold/{__version__}"})
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -222,11 +227,12 @@ class Client:
             raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
         elif rid in session.calls:
             raise ValueError(f"rid {rid!r} is in use by a call that runs: give each call its own, or none")
-        ids = None if input_ids is None else token_array(input_ids)
+        engine = self._known_engine()
+        ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
         if not 0 <= experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {experts_start}")
-        budget = self._engine.budget(sampling_params)
-        payload = self._engine.payload(
+        budget = engine.budget(sampling_params)
+        payload = engine.payload(
             ids,
             sampling_params,
             rid=rid,
@@ -243,7 +249,7 @@ class Client:
 
         def attempt(rid: str) -> Attempt:
             parser = Parser(
-                self._engine.dialect,
+                engine.dialect,
                 logprobs=logprobs,
                 experts=self._experts,
                 prompt_len=prompt_len,
@@ -257,9 +263,9 @@ class Client:
         def request(rid: str) -> httpx.Request:
             return httpx.Request(
                 "POST",
-                self._base + self._engine.path,
-                headers=merged,
-                content=body if rid == first else self._engine.rename(body, first, rid),
+                self._base + engine.path,
+                headers=[*merged.multi_items(), *engine.headers(rid).items()],
+                content=body if rid == first else engine.rename(body, first, rid),
                 extensions={"timeout": {"connect": self._timeouts.connect}},  # the other phases are Attempt's
             )
 
@@ -269,7 +275,7 @@ class Client:
             retries=self._retries,
             slots=session.slots,
             calls=session.calls,
-            drain=self._timeouts.drain if self._engine.asks_side_data(payload) else 0.0,
+            drain=self._timeouts.drain if engine.asks_side_data(payload) else 0.0,
             host_aborts=aborted,
             retry_log=self._retry_log,
         )
@@ -341,6 +347,21 @@ class Client:
         return await self._bound().control.abort_all(seconds)
 
     @property
+    def engine(self) -> str:
+        """What the server is: see the argument of that name; ``"auto"`` until it has been found out."""
+        return "auto" if self._engine is None else self._engine.name
+
+    async def discover(self) -> str:
+        """Ask the server what it is, as for ``engine="auto"``; :attr:`engine` from now on.
+
+        Raises:
+            EngineError: it cannot be reached, or is none of those that are known.
+        """
+        control = self._bound().control
+        self._engine = control.engine = await discover(control.ask)
+        return self._engine.name
+
+    @property
     def retried(self) -> int:
         """How many requests have been made again since the client was made, each before its call's first token."""
         return self._retry_log.count
@@ -375,6 +396,8 @@ class Client:
         await asyncio.shield(session.closing)
 
     async def __aenter__(self) -> Self:
+        if self._engine is None:
+            await self.discover()
         return self
 
     async def __aexit__(
@@ -387,6 +410,11 @@ class Client:
         merged.update(headers)
         merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
         return merged
+
+    def _known_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError('engine="auto": enter `async with client`, or `await client.discover()` first')
+        return self._engine
 
     def _bound(self) -> _Session:
         """The session on the running loop, made on first use."""
@@ -415,7 +443,7 @@ class Client:
             # No connection is used twice: httpx shows only fresh ones before the headers come.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             transport, beside = (httpx.AsyncHTTPTransport(verify=_tls(), limits=limits) for _ in range(2))
-        control = Control(self._base, self._engine, self._with(None), beside)
+        control = Control(self._base, self._engine or Sglang(), self._with(None), beside)
         return _Session(loop, transport, control, Slots(self._limits.calls))
 
     async def _close(self, session: _Session) -> None:

@@ -1,45 +1,54 @@
-"""What differs between inference engines: how to ask, how to end a request, how to see what an engine is doing."""
+"""What differs between inference engines: how to ask, how to end requests, how to see what an engine is doing."""
 
 from __future__ import annotations
 
 import math
 import operator
 import re
-import time
-from datetime import timezone
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final, cast
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import numpy as np
 import orjson
 
 from streamfold.errors import EngineError
+from streamfold.replies import quote
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    import httpx
     import numpy.typing as npt
 
     from streamfold._core import Experts
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+    Ids = npt.NDArray[np.int32]
+    Post = tuple[str, dict[str, Any]]  # path and JSON body
 
-__all__ = ["ENGINES", "Sglang", "error_message", "is_stream", "quote", "refusal", "token_array"]
+__all__ = ["ENGINES", "Engine", "Sglang", "Vllm", "VllmCompletions", "discover", "expects_top_p", "token_array"]
 
 _LARGEST_TOKEN = 2**31 - 1
 _ALL_TOKENS = 1 << 30  # a top_k that leaves every choice
-_LONGEST_QUOTE = 200  # characters of a reply that is no message; bytes of one that is no stream
-_LONGEST_MESSAGE = 2000
 
 
-class Sglang:
-    """SGLang's native ``/generate``, 0.5.11 and newer, with or without a router before it."""
+class Engine(ABC):
+    """One kind of server. Has no state: one object serves all calls of a client.
 
-    name: Final = "sglang"
-    dialect: Final = "sglang"  # the parser finds out by itself whether the server streams incrementally
-    path: Final = "/generate"
-    load_path: Final = "/v1/loads?include=core"
+    Attributes:
+        name: as :class:`Client` takes it.
+        dialect: as the parser takes it.
+        path: of the endpoint that generates.
+        rid_key: under which the request id stands in the request's JSON object.
+        loads: paths that tell the load; the next one is asked where one is not there.
+        closing_ends: whether a request ends at once, in every release, when its stream is closed.
+    """
+
+    name: ClassVar[str]
+    dialect: ClassVar[str]
+    path: ClassVar[str]
+    rid_key: ClassVar[str]
+    loads: ClassVar[tuple[str, ...]]
+    closing_ends: ClassVar[bool] = False
     workers_path: Final = "/workers"
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
@@ -61,9 +70,10 @@ class Sglang:
             raise ValueError(f"max_new_tokens must be 0 or more, not {budget}: no budget is left to ask for")
         return budget
 
+    @abstractmethod
     def payload(
         self,
-        input_ids: npt.NDArray[np.int32] | None,
+        input_ids: Ids | None,
         sampling_params: Mapping[str, Any],
         *,
         rid: str,
@@ -73,15 +83,84 @@ class Sglang:
         experts_start: int,
         extra: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Build the request's JSON object, ``rid`` first. Nothing of the caller's is changed or kept for later.
+        """Build the request's JSON object, its id first. Nothing of the caller's is changed or kept for later.
 
         Raises:
-            ValueError: ``extra`` holds a key that an argument sets, or a sampling parameter is NaN or infinite.
+            ValueError: ``extra`` holds a key that an argument sets, a sampling parameter is NaN or infinite, or the
+                engine has no such thing.
         """
-        params = dict(sampling_params)
-        for key, value in params.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"sampling_params[{key!r}] is {value}: JSON has no such number")
+
+    def headers(self, rid: str) -> dict[str, str]:
+        """Headers that a request of that id needs."""
+        del rid
+        return {}
+
+    def rename(self, body: bytes, old: str, new: str) -> bytes:
+        """Put another id into the JSON text of a :meth:`payload`, and leave the rest as it is."""
+        was, now = (orjson.dumps({self.rid_key: rid})[:-1] for rid in (old, new))
+        if not body.startswith(was):
+            raise ValueError(f"this is not the request {old!r}: {quote(body)}")
+        return now + body[len(was) :]
+
+    def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
+        """Whether the terminal event will carry arrays that come nowhere else, so that an abort has to drain."""
+        del payload
+        return False
+
+    def hint(self, status: int) -> str:
+        """What to do about a refusal with that status, if the engine's own words do not say so."""
+        del status
+        return ""
+
+    @abstractmethod
+    def aborts(self, rid: str) -> Sequence[Post]:
+        """Give the POSTs that end one request, the best first; the next one is for servers that do not have one."""
+
+    @abstractmethod
+    def aborts_all(self) -> Sequence[Post]:
+        """Give the POSTs that end every request of an engine, likewise."""
+
+    @abstractmethod
+    def read_load(self, reply: bytes) -> int:
+        """Requests that run or wait, out of a reply to one of :attr:`loads`.
+
+        Raises:
+            EngineError: the reply has none of the known shapes.
+        """
+
+    def read_workers(self, reply: object) -> list[str]:
+        """Worker URLs out of a router's reply to :attr:`workers_path`; none if this is no such reply."""
+        workers = reply.get("workers") if isinstance(reply, dict) else None
+        if not isinstance(workers, list):
+            return []
+        urls = (worker.get("url") for worker in workers if isinstance(worker, dict))
+        # A data-parallel rank is named behind an @ and is no part of the address.
+        return list(dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls if isinstance(url, str) and url))
+
+
+class Sglang(Engine):
+    """SGLang's native ``/generate``, 0.5.11 and newer, with or without a router before it."""
+
+    name = "sglang"
+    dialect = "sglang"  # the parser finds out by itself whether the server streams incrementally
+    path = "/generate"
+    rid_key = "rid"
+    loads = ("/v1/loads?include=core",)
+
+    def payload(
+        self,
+        input_ids: Ids | None,
+        sampling_params: Mapping[str, Any],
+        *,
+        rid: str,
+        logprobs: bool,
+        top_p: bool,
+        experts: Experts | None,
+        experts_start: int,
+        extra: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Build the request's JSON object."""
+        params = _finite(sampling_params)
         if top_p:
             params["custom_params"] = {**(params.get("custom_params") or {}), "return_top_p_token_ids": True}
         payload: dict[str, Any] = {"rid": rid}
@@ -94,54 +173,236 @@ class Sglang:
                 payload["routed_experts_dtype"] = experts.dtype
             if experts_start:
                 payload["routed_experts_start_len"] = experts_start
-        taken = sorted(payload.keys() & (extra or {}).keys())
-        if taken:
-            raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
-        return payload | dict(extra or {})
-
-    def rename(self, body: bytes, old: str, new: str) -> bytes:
-        """Put another ``rid`` into the JSON text of a :meth:`payload`, and leave the rest as it is."""
-        was, now = (orjson.dumps({"rid": rid})[:-1] for rid in (old, new))
-        if not body.startswith(was):
-            raise ValueError(f"this is not the request {old!r}: {quote(body)}")
-        return now + body[len(was) :]
+        return _with_extra(payload, extra)
 
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
-        """Whether the terminal event will carry arrays that come nowhere else, so that an abort has to drain."""
+        """Whether routed experts or top-p ids were asked for: an abort's last event brings them."""
         custom = payload["sampling_params"].get("custom_params")
         top_p = isinstance(custom, dict) and bool(custom.get("return_top_p_token_ids"))
         return top_p or bool(payload.get("return_routed_experts"))
 
-    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
-        """Give path and JSON body of the POST that ends one request. The engine matches ``rid`` by prefix."""
-        return "/abort_request", {"rid": rid}
+    def aborts(self, rid: str) -> Sequence[Post]:
+        """Give the one POST; the engine matches ``rid`` by prefix."""
+        return [("/abort_request", {"rid": rid})]
 
-    def abort_all(self) -> tuple[str, dict[str, Any]]:
-        """Give path and JSON body of the POST that ends every request of an engine."""
-        return "/abort_request", {"abort_all": True}
+    def aborts_all(self) -> Sequence[Post]:
+        """Give the one POST."""
+        return [("/abort_request", {"abort_all": True})]
 
-    def read_workers(self, reply: object) -> list[str]:
-        """Worker URLs out of a router's reply to :attr:`workers_path`; none if this is no such reply."""
-        workers = reply.get("workers") if isinstance(reply, dict) else None
-        if not isinstance(workers, list):
-            return []
-        urls = (worker.get("url") for worker in workers if isinstance(worker, dict))
-        # A data-parallel rank is named behind an @ and is no part of the address.
-        return list(dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls if isinstance(url, str) and url))
-
-    def read_load(self, reply: object) -> int:
-        """Requests that run or wait, summed over the data-parallel ranks of a reply to :attr:`load_path`.
-
-        Raises:
-            EngineError: the reply has none of the known shapes.
-        """
-        loads = reply.get("loads", [reply]) if isinstance(reply, dict) else reply
+    def read_load(self, reply: bytes) -> int:
+        """Sum over the data-parallel ranks."""
+        told = _json(reply)
+        loads = told.get("loads", [told]) if isinstance(told, dict) else told
         if not isinstance(loads, list):
-            raise EngineError(f"the engine's load is of an unknown shape: {_quote(reply)}")
+            raise EngineError(f"the engine's load is of an unknown shape: {quote(reply)}")
         return sum(_requests(load) for load in loads)
 
 
-ENGINES: Final[dict[str, type[Sglang]]] = {Sglang.name: Sglang}
+class Vllm(Engine):
+    """vLLM's token endpoint, ``/inference/v1/generate``, 0.20 and newer; as from 0.30 it has to be switched on.
+
+    Sampling parameters are SGLang's or vLLM's own, which differ in a few names: ``max_new_tokens``,
+    ``min_new_tokens``, ``sampling_seed`` and ``no_stop_trim`` are sent as vLLM names them.
+    """
+
+    name = "vllm"
+    dialect = "vllm"
+    path = "/inference/v1/generate"
+    rid_key = "request_id"
+    loads = ("/metrics", "/load")  # the second one counts only if the server was told to
+    closing_ends = True
+
+    _RENAMED: Final = {
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "sampling_seed": "seed",
+        "no_stop_trim": "include_stop_str_in_output",
+    }
+    # vLLM passes over what it does not know without a word.
+    _UNKNOWN: Final = ("ebnf", "json_schema", "regex", "structural_tag")
+
+    def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
+        """Demand a budget: without one some releases stop at 16 tokens, others at the end of their context."""
+        if "max_tokens" in sampling_params:
+            sampling_params = {"max_new_tokens": sampling_params["max_tokens"], **sampling_params}
+        budget = super().budget(sampling_params)
+        if budget is None:
+            raise ValueError("max_new_tokens must be given: vLLM's own default is 16 in some releases")
+        return budget
+
+    def payload(
+        self,
+        input_ids: Ids | None,
+        sampling_params: Mapping[str, Any],
+        *,
+        rid: str,
+        logprobs: bool,
+        top_p: bool,
+        experts: Experts | None,
+        experts_start: int,
+        extra: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Build the request's JSON object. Masks and routed experts are switched on at the server, not here."""
+        del top_p, experts
+        params = self._params(sampling_params)
+        if logprobs:
+            params.setdefault("logprobs", 1)
+        if experts_start:
+            params["routed_experts_prompt_start"] = experts_start
+        payload: dict[str, Any] = {"request_id": rid}
+        if input_ids is not None:
+            payload["token_ids"] = input_ids
+        elif "token_ids" not in (extra or {}):
+            raise ValueError("vLLM's token endpoint takes token ids alone: give input_ids, or token_ids in extra")
+        return _with_extra({**payload, "sampling_params": params, **_STREAMED}, extra)
+
+    def _params(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the parameters under vLLM's names. Null is no value there."""
+        params: dict[str, Any] = {}
+        for name, value in _finite(sampling_params).items():
+            if name in self._UNKNOWN:
+                raise ValueError(f"vLLM has no sampling parameter {name}, and would not say so: see structured_outputs")
+            known = self._RENAMED.get(name, name)
+            if known in params:
+                raise ValueError(f"{known} is given under two names")
+            every = known == "top_k" and not (value == -1 or 0 < (value or 0) < _ALL_TOKENS)
+            if value is not None and known != "custom_params" and not every:
+                params[known] = value
+        return {**params, "n": 1}
+
+    def headers(self, rid: str) -> dict[str, str]:
+        """Name the request; this wins over the body's."""
+        return {"X-Request-Id": rid}
+
+    def hint(self, status: int) -> str:
+        """Say which flag of the server is missing."""
+        if status == 403:
+            return "start the server with --enable-scale-out, or use engine='vllm-completions'"
+        if status == 404:
+            return (
+                f"is {self.path} there? It needs vLLM 0.20, and from 0.30 on --enable-scale-out; "
+                "engine='vllm-completions' needs neither"
+            )
+        return ""
+
+    def aborts(self, rid: str) -> Sequence[Post]:
+        """Give the endpoint of newer releases, then the developers'. The Rust frontend puts no prefix before ids."""
+        return self._aborts([f"generate-tokens-{rid}", rid])
+
+    def _aborts(self, ids: list[str]) -> Sequence[Post]:
+        return [(path, {"request_ids": ids}) for path in ("/inference/v1/abort_requests", "/abort_requests")]
+
+    def aborts_all(self) -> Sequence[Post]:
+        """Give what the developers' mode has; nothing else ends all requests."""
+        return [("/abort_requests", {})]
+
+    def read_load(self, reply: bytes) -> int:
+        """Read the two gauges of ``/metrics``, or the count of ``/load``."""
+        gauges = re.findall(rb"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? +([0-9.e+]+)", reply, re.MULTILINE)
+        if gauges:
+            return round(sum(map(float, gauges)))
+        told = _json(reply)
+        load = told.get("server_load") if isinstance(told, dict) else None
+        if not isinstance(load, int):
+            raise EngineError(f"the engine's load is of an unknown shape: {quote(reply)}")
+        return load
+
+
+class VllmCompletions(Vllm):
+    """vLLM's ``/v1/completions`` with ``return_token_ids``: on every server, without routed experts and masks."""
+
+    name = "vllm-completions"
+    dialect = "vllm-completions"
+    path = "/v1/completions"
+
+    def payload(
+        self,
+        input_ids: Ids | None,
+        sampling_params: Mapping[str, Any],
+        *,
+        rid: str,
+        logprobs: bool,
+        top_p: bool,
+        experts: Experts | None,
+        experts_start: int,
+        extra: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Build the request's JSON object."""
+        del experts_start
+        if top_p or experts is not None:
+            raise ValueError("/v1/completions streams neither sampling masks nor routed experts: use engine='vllm'")
+        params = self._params(sampling_params)
+        if logprobs:
+            params.setdefault("logprobs", 1)
+        prompt: Any = input_ids
+        told = dict(extra or {})
+        if input_ids is None:
+            prompt = told.pop("text", told.pop("prompt", None))
+            if prompt is None:
+                raise ValueError("there is no prompt: give input_ids, or text in extra")
+        payload = {"request_id": rid, "prompt": prompt, **params, "return_token_ids": True, **_STREAMED}
+        return _with_extra(payload, told)
+
+    def hint(self, status: int) -> str:
+        """Say nothing: this endpoint needs no flag."""
+        del status
+        return ""
+
+    def aborts(self, rid: str) -> Sequence[Post]:
+        """Name the one prompt of the request."""
+        return self._aborts([f"cmpl-{rid}-0", f"cmpl-{rid}"])
+
+
+ENGINES: Final[dict[str, type[Engine]]] = {kind.name: kind for kind in (Sglang, Vllm, VllmCompletions)}
+
+# Usage with each event, so that a lost one shows at once.
+_STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+async def discover(ask: Callable[[str, str, dict[str, Any] | None], Awaitable[bytes]]) -> Engine:
+    """Find out what a server is. ``ask`` takes method, path and body, and gives the reply's body.
+
+    Raises:
+        EngineError: it cannot be reached, or is none of those that are known.
+    """
+
+    async def status(method: str, path: str, body: dict[str, Any] | None = None) -> int:
+        try:
+            await ask(method, path, body)
+        except EngineError as error:
+            if error.status is None:
+                raise
+            return error.status
+        return 200
+
+    if await status("GET", "/model_info") == 200 or await status("GET", "/get_model_info") == 200:
+        return Sglang()
+    if await status("GET", "/version") == 200 or await status("GET", "/v1/models") == 200:
+        # A request without anything is refused with another status where the endpoint is there.
+        is_there = await status("POST", Vllm.path, {}) in (400, 422)
+        return Vllm() if is_there else VllmCompletions()
+    raise EngineError("the server is neither SGLang nor vLLM, as far as it tells: name the engine")
+
+
+def _finite(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in sampling_params.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"sampling_params[{key!r}] is {value}: JSON has no such number")
+    return dict(sampling_params)
+
+
+def _with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    taken = sorted(payload.keys() & (extra or {}).keys())
+    if taken:
+        raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
+    return payload | dict(extra or {})
+
+
+def _json(reply: bytes) -> Any:  # noqa: ANN401  # whatever a server tells
+    try:
+        return orjson.loads(reply)
+    except orjson.JSONDecodeError as error:
+        raise EngineError(f"the engine's load is no JSON: {quote(reply)}") from error
 
 
 def _requests(load: object) -> int:
@@ -151,7 +412,7 @@ def _requests(load: object) -> int:
             counts = [load.get(key) for key in keys]
             if all(isinstance(count, int) for count in counts):
                 return sum(cast("list[int]", counts))
-    raise EngineError(f"the engine's load is of an unknown shape: {_quote(load)}")
+    raise EngineError(f"the engine's load is of an unknown shape: {repr(load)[:200]}")
 
 
 def expects_top_p(params: Mapping[str, Any]) -> bool:
@@ -172,11 +433,11 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def token_array(input_ids: TokenIds) -> npt.NDArray[np.int32]:
+def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     """Token ids, int32 ``[n]``, C order, from a list, tuple or integer array.
 
     Raises:
-        ValueError: not one-dimensional, not integers, or an id outside 0 to 2**31 - 1.
+        ValueError: not one-dimensional, not integers, or an id outside 0 to 2**31 - 1, or outside the vocabulary.
     """
     if len(input_ids) == 0:
         return np.empty(0, np.int32)
@@ -184,80 +445,7 @@ def token_array(input_ids: TokenIds) -> npt.NDArray[np.int32]:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions of {ids.dtype}")
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > _LARGEST_TOKEN:
-        raise ValueError(f"input_ids must lie in 0 to {_LARGEST_TOKEN}; found {low if low < 0 else high}")
+    largest = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
+    if low < 0 or high > largest:
+        raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
     return np.ascontiguousarray(ids, np.int32)
-
-
-def is_stream(response: httpx.Response) -> bool:
-    """Whether the body may go to the parser: status 200, plain ``text/event-stream``."""
-    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-    encoding = response.headers.get("content-encoding", "").strip().lower()
-    return response.status_code == 200 and kind == "text/event-stream" and encoding in ("", "identity")
-
-
-def refusal(response: httpx.Response, body: bytes) -> EngineError:
-    """What a reply that is no stream amounts to."""
-    status = response.status_code
-    if status >= 400:
-        return EngineError(error_message(body), status=status, retry_after=retry_after(response.headers))
-    if status >= 300:
-        there = response.headers.get("location", "somewhere else")
-        return EngineError(f"redirected to {there}, which is not followed: give the final URL", status=status)
-    kind = ", ".join(response.headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
-    return EngineError(f"no plain text/event-stream but {kind or 'of no type'}: {quote(body)}", status=status)
-
-
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds until the server wants to be asked again: ``Retry-After`` holds them, or a date."""
-    told = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", told):
-        return float(told)
-    date = _seconds_of(told)
-    if date is None:
-        return None
-    now = _seconds_of(headers.get("date", ""))  # by the server's own clock, which may be wrong
-    return max(0.0, date - (time.time() if now is None else now))
-
-
-def _seconds_of(date: str) -> float | None:
-    """Seconds since the epoch of an HTTP date; None if it is none."""
-    try:
-        when = parsedate_to_datetime(date)
-        return when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp()
-    except (TypeError, ValueError, IndexError, OverflowError):  # its parser gives up in many ways
-        return None
-
-
-def error_message(body: bytes) -> str:
-    """The server's own words out of an error reply: any of the shapes that engines and routers use, or its text."""
-    try:
-        found = _message(orjson.loads(body))
-    except orjson.JSONDecodeError:
-        found = None
-    return found[:_LONGEST_MESSAGE] if found else quote(body)
-
-
-def _message(reply: object) -> str | None:
-    if isinstance(reply, str):
-        return reply
-    if isinstance(reply, dict):
-        for key in ("message", "error", "detail"):
-            if found := _message(reply.get(key)):
-                return found
-    if isinstance(reply, list):  # FastAPI's list of what is wrong, one object for each field
-        texts = (
-            f"{item['msg']} ({_quote(item.get('loc'))})" for item in reply if isinstance(item, dict) and "msg" in item
-        )
-        return "; ".join(texts)
-    return None
-
-
-def quote(body: bytes) -> str:
-    """The first bytes of a reply that is something else than expected, for an error message."""
-    cut = body[:_LONGEST_QUOTE].decode(errors="replace")
-    return " ".join(cut.split()) or "an empty reply"
-
-
-def _quote(value: object) -> str:
-    return repr(value)[:_LONGEST_QUOTE]

@@ -34,6 +34,7 @@ S = TypeVar("S", bound="SampleLike")
 
 _LOGGER = logging.getLogger("streamfold")
 _ENDED: Final = ("COMPLETED", "TRUNCATED")
+_PROMPTS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
 _LOOK_SECONDS: Final = 0.1  # how often a pause looks whether the host is aborting
 
 
@@ -78,8 +79,8 @@ async def complete(
         stop_ids: tokens that end a response, besides ``stop_token_ids``. An abort may come with such a token, and
             then there is nothing to go on with. Those at which the engine is seen to stop are added to it.
         headers: of each request.
-        extra: further keys of each request, or a function that gives them anew. If there is ``text`` or ``input_ids``
-            among them, that is the prompt.
+        extra: further keys of each request, or a function that gives them anew. If there is ``text``, ``input_ids`` or
+            ``token_ids`` among them, that is the prompt.
         aborted: a host's own flag: no request leaves while it is true, and nothing is resumed.
         resume_aborts: whether an abort event that nobody here asked for is gone on with. If not, it is a result.
         on_generation: told what each call brought, before it is written.
@@ -126,8 +127,10 @@ async def complete(
             and "max_new_tokens" in sampling_params
             and _worth_another_try(error, generation)
         )
-        if again and resume == "restart":
-            note(sample, restarted_tokens=len(generation.token_ids))
+        # An event that was lost may show only in the count that comes after the end: then nothing of it is certain.
+        is_damaged = isinstance(error, DecodeError) and generation.finish_reason is not None
+        if is_damaged or (again and resume == "restart"):
+            work.drop(generation)
         elif not work.try_to_write(generation, error):
             again = False
         if error is None or work.settle():
@@ -167,7 +170,9 @@ class _Completion:
         if isinstance(limit, int) and limit < sample.response_length:
             raise ValueError(f"max_new_tokens is {limit}, but the response has {sample.response_length} tokens already")
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
-        if sample.response_length and expects_top_p(self.params) != has_top_p:
+        expects = expects_top_p(self.params)
+        told_anyway = has_top_p and self.client.engine != "sglang"  # vLLM is told at its start, not in a request
+        if sample.response_length and expects != has_top_p and not told_anyway:
             raise ValueError(
                 "a part of the response has top-p ids and the rest would not: ask for them always, or never"
             )
@@ -180,10 +185,10 @@ class _Completion:
             if isinstance(params.get(name), int) and params[name] > 0:  # whatever else it is, is not for us to mend
                 params[name] = max(0, params[name] - has)
         extra = dict((self.extra() if callable(self.extra) else self.extra) or {})
-        if not sample.tokens and not extra.keys() & {"text", "input_ids"}:
+        if not sample.tokens and not extra.keys() & _PROMPTS:
             extra["text"] = sample.prompt
         call = self.client.start(
-            None if extra.keys() & {"text", "input_ids"} else sample.tokens,
+            None if extra.keys() & _PROMPTS else sample.tokens,
             params,
             logprobs=self.logprobs,
             headers=self.headers,
@@ -234,19 +239,31 @@ class _Completion:
                     partial=generation,
                 )
             return
-        if generation.finish_reason == "stop" and isinstance(generation.matched, int):
-            self.ends.add(generation.matched)
+        if isinstance(generation.matched, int) and generation.matched not in (self.params.get("stop_token_ids") or ()):
+            self.ends.add(generation.matched)  # the model's own end, and not one of this sample alone
         text = None
         if generation.text is None and more and self.tokenizer is not None:
             skip = self.params.get("skip_special_tokens", True)
-            text = self.tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=skip)
+            ids = generation.token_ids.tolist()
+            if (
+                generation.finish_reason == "stop"
+                and ids[-1] == generation.matched
+                and not self.params.get("no_stop_trim")
+            ):
+                del ids[-1]  # an engine does not show the token at which it stopped
+            text = self.tokenizer.decode(ids, skip_special_tokens=skip)
         merge(sample, generation, self.args, text=text)
         if not before or not more:
             return
         if ended or self.tokenizer is None:
-            self._retell(known, generation.text, generation.matched)
+            self._retell(known, generation.text, generation.matched, alone=generation.text is None)
         else:  # to decode it takes time, which an abort of thousands has not
             sample.metadata = {**sample.metadata, KNOWN_TEXT: known}
+
+    def drop(self, generation: Generation) -> None:
+        """Leave the sample as it was before the call."""
+        note(self.sample, restarted_tokens=len(generation.token_ids))
+        self.sample.status = type(self.sample.status)["ABORTED"]
 
     def settle(self) -> bool:
         """Whether the sample is at its end. If it was cut: see that it is, or that it can be gone on with."""
@@ -293,11 +310,12 @@ class _Completion:
         known: int = (self.sample.metadata or {}).get(KNOWN_TEXT, len(self.sample.response))
         return known
 
-    def _retell(self, known: int, last: str | None, matched: int | str | None) -> None:
+    def _retell(self, known: int, last: str | None, matched: int | str | None, *, alone: bool = False) -> None:
         """Make the text of a response that came in parts one text, or say that it was only joined."""
         sample, text = self.sample, None
         if self.tokenizer is not None:
-            text = whole_text(sample, self.tokenizer, self.params, known=known, last=last, matched=matched)
+            how: Any = {"known": known, "last": last, "matched": matched, "alone": alone}
+            text = whole_text(sample, self.tokenizer, self.params, **how)
         if text is not None:
             sample.response = text
         elif last is not None:  # an empty one too: the part before it may have held half a character back

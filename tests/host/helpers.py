@@ -58,6 +58,44 @@ class Waiting:
         return sample
 
 
+class Scripted:
+    """A generator without an engine: for each sample, by its index, how many tokens come and how it ends, try by try.
+
+    It ends with a status, an exception to raise, or ``"hang"``: it waits until it is cancelled. What has no script is
+    COMPLETED with two tokens; the last try of a script is done again and again.
+    """
+
+    def __init__(self, script: dict[int, list[tuple[int, Any]]] | None = None, abort_mode: str = "request") -> None:
+        self.script = script or {}
+        self.abort_mode = abort_mode
+        self.asked: list[int] = []
+        self.running = 0
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Stay the same one in every copy of a prompt."""
+        return self
+
+    async def __call__(self, args: SimpleNamespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        assert sample.index is not None
+        tries = self.script.get(sample.index, [(2, sample.Status.COMPLETED)])
+        tokens, end = tries[min(self.asked.count(sample.index), len(tries) - 1)]
+        self.asked.append(sample.index)
+        self.running += 1
+        sample.tokens = sample.tokens or [300]
+        sampling_params["max_new_tokens"] -= 1  # as some do: it is theirs
+        try:
+            await asyncio.sleep(0)
+            append(sample, args, [301] * tokens, text="x" * tokens)
+            if end == "hang":
+                await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+        if isinstance(end, Exception):
+            raise end
+        sample.status = end
+        return sample
+
+
 class Rewards:
     """A reward function that remembers what it was asked."""
 

@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from host.slime.observability import trace_utils
-from host.slime.rollout import data_source, rm_hub, sglang_rollout
-from host.slime.utils import http_utils, misc, processing_utils, types
+from host.slime.rollout import base_types, data_source, rm_hub, sample_hooks, sglang_rollout
+from host.slime.rollout.filter_hub import base_types as filter_types
+from host.slime.utils import async_utils, http_utils, misc, processing_utils, types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +24,13 @@ _MODULES: dict[str, ModuleType] = {
     "utils.processing_utils": processing_utils,
     "utils.types": types,
 }
+# What older slime does not have.
+_NEWER: dict[str, ModuleType] = {
+    "rollout.base_types": base_types,
+    "rollout.filter_hub.base_types": filter_types,
+    "rollout.sample_hooks": sample_hooks,
+    "utils.async_utils": async_utils,
+}
 
 
 @contextlib.contextmanager
@@ -30,8 +38,9 @@ def installed(*, new: bool = True) -> Iterator[None]:
     """Make ``import slime`` give the stand-in, as long as the block runs.
 
     Newer slime knows request aborts and keeps its span helpers in ``slime.observability``; older slime only ever aborts
-    whole servers and keeps them in ``slime.utils``. What the stand-in remembers (its singleton, its HTTP client, its
-    spans) is forgotten before and after.
+    whole servers and keeps them in ``slime.utils``. It has no classes for what a rollout gives, no hooks for samples
+    and no event loop of its own. What the stand-in remembers (its singleton, its HTTP client, its loop, its spans) is
+    forgotten before and after.
     """
     if _ours():
         msg = "slime is imported already: the stand-in must not hide it"
@@ -39,7 +48,7 @@ def installed(*, new: bool = True) -> Iterator[None]:
     spans_at = "observability.trace_utils" if new else "utils.trace_utils"
     _forget()
     sglang_rollout.knows_request_abort = new
-    sys.modules.update(_tree({**_MODULES, spans_at: trace_utils}))
+    sys.modules.update(_tree({**_MODULES, **(_NEWER if new else {}), spans_at: trace_utils}))
     try:
         yield
     finally:
@@ -55,6 +64,7 @@ def _ours() -> list[str]:
 def _forget() -> None:
     misc.SingletonMeta.forget()
     http_utils.forget_http_client()
+    async_utils.forget()
     trace_utils.spans.clear()
 
 

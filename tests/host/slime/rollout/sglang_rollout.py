@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import inspect
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from host.slime.rollout.rm_hub import async_rm
+from host.slime.rollout.base_types import RolloutFnEvalOutput
+from host.slime.rollout.rm_hub import async_rm, batched_async_rm
+from host.slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from host.slime.utils.http_utils import get, post
 from host.slime.utils.misc import SingletonMeta, load_function
 from host.slime.utils.processing_utils import encode_image_for_rollout_engine, load_processor, load_tokenizer
 from host.slime.utils.types import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from types import SimpleNamespace
 
     from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -49,7 +53,20 @@ class GenerateState(metaclass=SingletonMeta):
         }
         if args.rollout_top_p != 1.0:
             self.sampling_params["custom_params"] = {"return_top_p_token_ids": True}
+        # Samples in flight of each data-parallel rank, and the one of the sample that was begun last.
+        self.dp_counts = [0] * (args.sglang_dp_size or 1)
+        self.dp_rank = 0
         self.reset()
+
+    @contextlib.contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        """Count a sample to the rank with the fewest."""
+        rank = self.dp_rank = self.dp_counts.index(min(self.dp_counts))
+        self.dp_counts[rank] += 1
+        try:
+            yield rank
+        finally:
+            self.dp_counts[rank] -= 1
 
     def reset(self) -> None:
         """Begin a new rollout, maybe in a new event loop."""
@@ -119,8 +136,8 @@ async def generate(args: SimpleNamespace, sample: Sample, sampling_params: Sampl
 
 async def generate_and_rm(
     args: SimpleNamespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
-) -> Sample:
-    """Generate one sample and its reward; finished ones come back as they are."""
+) -> Any:
+    """Generate one sample, or a list that a generator made of it, with rewards; finished ones come back as they are."""
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length
     if sample.status in {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}:
@@ -131,7 +148,15 @@ async def generate_and_rm(
         if state.aborted:
             sample.status = Sample.Status.ABORTED
             return sample
-        sample = await _generate(args, sample, sampling_params, evaluation=evaluation)
+        with state.dp_rank_context():
+            sample = await _generate(args, sample, sampling_params, evaluation=evaluation)
+    sample = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
+    if isinstance(sample, list):
+        open_ones = [each for each in sample if each.reward is None]
+        if not args.group_rm and all(each.status is not Sample.Status.ABORTED for each in sample):
+            for each, reward in zip(open_ones, await batched_async_rm(args, open_ones), strict=True):
+                each.reward = reward
+        return sample
     if not args.group_rm and sample.status is not Sample.Status.ABORTED and sample.reward is None:
         sample.reward = await async_rm(args, sample)
     return sample
@@ -188,8 +213,8 @@ async def generate_and_rm_group(
         await _cancel(tasks)
         raise
     if args.group_rm and not state.aborted:
-        for sample in group:
-            sample.reward = await async_rm(args, sample)
+        for sample, reward in zip(group, await batched_async_rm(args, group), strict=True):
+            sample.reward = reward
     return group
 
 
@@ -258,6 +283,21 @@ def generate_rollout(
 ) -> list[list[Sample]]:
     """Do the same in an event loop of its own."""
     return asyncio.run(generate_rollout_async(args, rollout_id, data_source))
+
+
+async def eval_rollout(args: SimpleNamespace, rollout_id: int) -> tuple[Any, list[Any]]:
+    """Generate the samples of ``args.eval_datasets``, each with a name and samples of its own."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, prompts in args.eval_datasets:
+        params = GenerateState(args).sampling_params.copy()
+        work = [generate_and_rm(args, copy.deepcopy(sample), params, evaluation=True) for sample in prompts]
+        samples = await asyncio.gather(*work)
+        found[name] = {
+            "rewards": [sample.reward for sample in samples],
+            "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
+            "samples": samples,
+        }
+    return (RolloutFnEvalOutput(found) if knows_request_abort else found), []
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -36,6 +36,11 @@ def forget_http_client() -> None:
     _http_client = None
 
 
+def get_rollout_num_engines(args: SimpleNamespace) -> int:
+    engines: int = args.rollout_num_engines
+    return engines
+
+
 async def get(url: str) -> Any:
     async with _client() as client:
         return (await client.get(url)).raise_for_status().json()

@@ -1,0 +1,266 @@
+"""slime's data source with a buffer that outlives its process: ``--data-source-path streamfold.slime.DataSource``.
+
+slime saves how far its prompts were read, and loses what waits in its buffer. This one saves, beside slime's own file,
+all groups that were drawn and that the trainer has not got yet: partial ones, finished ones that wait, and those in
+flight. So a run that goes on from a checkpoint gives the trainer no group twice, and none is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+from streamfold.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from streamfold.buffer import Group
+    from streamfold.hosts import Args
+
+__all__ = ["DurableSource"]
+
+log = logging.getLogger("streamfold")
+
+T = TypeVar("T")
+_Host: TypeAlias = Any  # the data source, by its attributes that are the host's
+
+_COUNTERS: Final = ("epoch_id", "sample_group_index", "sample_index", "sample_offset")
+
+
+class DurableSource:
+    """What :class:`DataSource <streamfold.slime.DataSource>` adds to slime's ``RolloutDataSourceWithBuffer``.
+
+    Groups are taken from the buffer first, oldest first, or as ``buffer_filter_path`` chooses; then new ones are drawn.
+    Rollout functions of streamfold tell it what becomes of each group. To others it is what slime's is, a buffer of
+    what came back; that is saved as well.
+
+    Attributes:
+        buffer: a :class:`~streamfold.buffer.Buffer`.
+        keeps_account: whether groups that were taken are in flight until somebody tells :meth:`done`.
+    """
+
+    _draw: Callable[[_Host], Group]
+    _sample_type: type[Any]
+
+    def __init__(self, args: Args) -> None:
+        self._super.__init__(args)
+        here: _Host = self
+        self._chooses = bool(
+            getattr(args, "buffer_filter_path", None) or getattr(args, "buffer_sort_by_staleness", False)
+        )
+        prompts = None if here.dataset is None else _Prompts(here, self._draw)
+        self.buffer = _Placed(prompts, self._sample_type)
+        self.keeps_account = False
+        self._delivered: tuple[int, list[Group]] | None = None
+        self._call: Callable[[Callable[[], Any]], Any] | None = None
+
+    @property
+    def _super(self) -> _Host:
+        return super()
+
+    # Groups.
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Give so many groups, waiting ones first.
+
+        Raises:
+            RuntimeError: there are no prompts to draw, and fewer groups wait.
+        """
+        return self._there(lambda: self._take(num_samples))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back.
+
+        Raises:
+            ValueError: one has not ``n_samples_per_prompt`` samples, or waits already; none has been taken then.
+        """
+        size = self._host_args.n_samples_per_prompt
+        for group in samples:
+            if len(group) != size:
+                raise ValueError(f"a group that comes back has {len(group)} samples; n_samples_per_prompt is {size}")
+        self._there(lambda: self.buffer.put(samples))
+
+    def done(self, groups: list[Group]) -> None:
+        """Forget groups that the trainer got, or that were dropped."""
+        self._there(lambda: self.buffer.done(groups))
+
+    def delivered(self, groups: list[Group], rollout_id: int) -> None:
+        """Take note which groups a rollout gave the trainer, as the state of an earlier one may be saved after that."""
+        self._delivered = (rollout_id, groups)
+
+    def get_buffer_length(self) -> int:
+        """Groups that wait."""
+        return len(self.buffer)
+
+    def lives_in(self, call: Callable[[Callable[[], Any]], Any] | None) -> None:
+        """Say how to call a function where groups are being written; None: anywhere."""
+        self._call = call
+
+    # The file.
+
+    def save(self, rollout_id: int) -> None:
+        """Write ``{args.save}/rollout/streamfold_buffer_{rollout_id}``, and slime's own file.
+
+        What the trainer got in a later rollout than ``rollout_id``, as an asynchronous trainer does before it saves,
+        counts as not delivered: a run that goes on from here gives it that again.
+
+        Raises:
+            ValueError: a sample cannot be written; the message names it and the field.
+            OSError: the disk is full, or gone.
+        """
+        path = _path(self._host_args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._there(lambda: self._save(path, rollout_id))
+        self._super.save(rollout_id)  # second: without ours it would be a state that has lost the buffer
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on from what :meth:`save` wrote for that rollout; from slime's file alone if there is no other.
+
+        Raises:
+            ValueError: our file is damaged, or of something else.
+            RuntimeError: groups are in flight.
+        """
+        args = self._host_args
+        if getattr(args, "load", None) is None:
+            return
+        if self._call is not None:
+            raise RuntimeError("groups are in flight: call streamfold.slime.close_rollout() before load()")
+        path = _path(args.load, rollout_id)
+        try:
+            self._super.load(rollout_id)
+        except Exception as error:
+            if not path.exists():
+                raise
+            log.warning("slime's own state of rollout %s cannot be read (%r); ours is enough", rollout_id, error)
+        if path.exists():
+            self.buffer.load(path)
+            self._delivered = None
+            log.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
+            return
+        here: _Host = self
+        self.buffer.start_at(here.sample_group_index)
+        if self.buffer.position:
+            log.warning("there is no %s: what waited when rollout %s was saved is not here", path, rollout_id)
+
+    # Inside.
+
+    @property
+    def _host_args(self) -> Args:
+        here: _Host = self
+        return here.args
+
+    def _there(self, function: Callable[[], T]) -> T:
+        """Call a function where groups are being written."""
+        if self._call is None:
+            return function()
+        result: T = self._call(function)
+        return result
+
+    def _take(self, count: int) -> list[Group]:
+        here: _Host = self
+        if here.dataset is None and len(self.buffer) < count:
+            raise RuntimeError(
+                f"{count} groups are asked for, {len(self.buffer)} wait, and there are no prompts to draw: "
+                "add groups, or give --prompt-data and --rollout-global-dataset"
+            )
+        taken = self._chosen(count) if self._chooses else self.buffer.take(count)
+        if not self.keeps_account:
+            self.buffer.done(taken)
+        return taken
+
+    def _chosen(self, count: int) -> list[Group]:
+        """Groups that the host's filter chooses among those that wait, and new ones."""
+        here: _Host = self
+        waiting = self.buffer.take(len(self.buffer))
+        rest, chosen = list(waiting), []
+        try:
+            if waiting and count:
+                chosen = here.buffer_filter(here.args, None, rest, count)
+            new = self.buffer.take(count - len(chosen))
+        except BaseException:
+            self.buffer.put(waiting)
+            raise
+        left = {id(group) for group in rest} - {id(group) for group in chosen}
+        kept = {*left, *map(id, chosen)}
+        self.buffer.put([group for group in rest if id(group) in left])
+        dropped = [group for group in waiting if id(group) not in kept]
+        if dropped:
+            log.info("the buffer's filter dropped %d groups", len(dropped))
+        self.buffer.done(dropped)
+        return [*chosen, *new]
+
+    def _save(self, path: Path, rollout_id: int) -> None:
+        later, groups = self._delivered or (rollout_id, [])
+        ahead = groups if later > rollout_id else []
+        self.buffer.put(ahead)
+        try:
+            self.buffer.save(path)
+        finally:
+            self.buffer.done(ahead)
+
+
+class _Placed(Buffer):
+    """A buffer whose source has been read before."""
+
+    def start_at(self, position: int) -> None:
+        """Begin behind so many groups of the source, with nothing here."""
+        self._waiting, self._in_flight = {}, {}
+        self._groups, self._position, self._drawn = None, position, position
+
+
+class _Prompts:
+    """The host's groups, one at a time, from where the host has got to; that can be set."""
+
+    def __init__(self, host: _Host, draw: Callable[[_Host], Group]) -> None:
+        self._host = host
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Group]:
+        while True:
+            yield self._draw(self._host)
+
+    def seek(self, position: int) -> None:
+        """Go behind so many groups. The host's own file says the same, if it was not lost on the way."""
+        host = self._host
+        if host.sample_group_index == position:
+            return
+        log.warning("slime's own state tells of %d groups, ours of %d: ours counts", host.sample_group_index, position)
+        if host.sample_group_index > position:
+            for name in _COUNTERS:
+                setattr(host, name, 0)
+            if getattr(host.args, "rollout_shuffle", False):
+                host.dataset.shuffle(0)
+        while host.sample_group_index < position:
+            self._draw(host)
+
+
+def _path(folder: str, rollout_id: int | None) -> Path:
+    return Path(folder) / "rollout" / f"streamfold_buffer_{rollout_id}"
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # a class
+    if name != "DataSource":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module("slime.rollout.data_source")
+    except ModuleNotFoundError:  # older releases
+        module = importlib.import_module("slime.ray.rollout_data_source")
+    return _made(module.RolloutDataSource, module.RolloutDataSourceWithBuffer)
+
+
+@functools.cache
+def _made(plain: Any, buffered: Any) -> type[Any]:  # noqa: ANN401  # the host's classes
+    """The class that is both the host's and ours."""
+    from slime.utils.types import Sample  # type: ignore[import-not-found]  # noqa: PLC0415  # only in the host
+
+    members = {
+        "__doc__": DurableSource.__doc__,
+        "__module__": __name__,
+        "_draw": staticmethod(lambda host: plain.get_samples(host, 1)[0]),
+        "_sample_type": Sample,
+    }
+    return type("DataSource", (DurableSource, buffered), members)

@@ -1,0 +1,14 @@
+"""What a dynamic filter says of a group; it may also say no more than True or False."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DynamicFilterOutput:
+    """``keep_when_insufficient``: keep it all the same, if without it there were too few groups for the rollout."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
