@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from PIL import Image
 
 from exactly import exactly
 from streamfold import archive
@@ -296,3 +297,19 @@ def test_the_format_is_what_is_written_down_of_it(path: Path) -> None:
         "a": {"$": ["list", "|i1", [32], 20]},
         "b": {"$": ["bytes", "|u1", [3], 52]},
     }
+
+
+# Images, which hosts keep beside a prompt.
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "I", "F"])
+def test_an_image_comes_back_pixel_for_pixel(mode: str, path: Path) -> None:
+    picture = Image.linear_gradient("L").resize((5, 3)).convert(mode)
+    found = again({"images": [picture]}, path)["images"][0]
+    assert (found.mode, found.size, found.tobytes()) == (picture.mode, picture.size, picture.tobytes())
+
+
+def test_an_image_whose_pixels_are_not_all_is_refused_with_what_to_do(path: Path) -> None:
+    picture = Image.linear_gradient("L").convert("P")
+    with pytest.raises(archive.Unwritable, match="convert it to RGB"):
+        archive.save(path, {"images": [picture]})

@@ -54,6 +54,7 @@ _DIGEST_SIZE: Final = 32
 _CHUNK: Final = 1 << 20
 
 _TAG: Final = "$"
+_IMAGE_MODES: Final = ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F")  # a palette is no pixel
 # From here on a list of numbers is smaller and faster as an array.
 _LONG: Final = 32
 # A dict with odd keys takes four levels of JSON, and orjson writes no more than 254.
@@ -167,10 +168,12 @@ class _Writer:
             return self._dict(value, place)
         if (torch := sys.modules.get("torch")) is not None and kind is torch.Tensor:
             return self._tensor(value, place, torch)
+        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(value, pillow.Image):
+            return self._image(value, place)
         raise Unwritable(
             place,
             f"is of type {kind.__module__}.{kind.__qualname__}, but what can be saved is None, bool, int, float, str, "
-            "bytes, list, tuple, dict, numpy arrays and torch tensors: make it one of these",
+            "bytes, list, tuple, dict, numpy arrays, torch tensors and Pillow's images: make it one of these",
         )
 
     def _items(self, values: list[Any] | tuple[Any, ...], place: Place) -> list[Any]:
@@ -202,6 +205,13 @@ class _Writer:
             raise Unwritable(place, f"is a tensor whose bytes cannot be had ({error}): make it a dense one") from None
         tagged = self._array("tensor", flat)
         tagged[_TAG] += [str(value.dtype).removeprefix("torch."), list(value.shape)]
+        return tagged
+
+    def _image(self, value: Any, place: Place) -> Any:  # noqa: ANN401  # Pillow is optional
+        if value.mode not in _IMAGE_MODES:
+            raise Unwritable(place, f"is an image of mode {value.mode}, whose pixels are not all: convert it to RGB")
+        tagged = self._bytes("image", value.tobytes())
+        tagged[_TAG] += [value.mode, list(value.size)]
         return tagged
 
 
@@ -249,7 +259,9 @@ class _Reader:
         if kind == "dict":
             return {self.decode(key): self.decode(item) for key, item in told[0]}
         array = self._array(*told[:3])
-        return self._tensor(array, *told[3:]) if kind == "tensor" else _FROM_ARRAY[kind](array)
+        if kind == "tensor":
+            return self._tensor(array, *told[3:])
+        return self._image(array, *told[3:]) if kind == "image" else _FROM_ARRAY[kind](array)
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> Array:
         raw = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
@@ -265,6 +277,13 @@ class _Reader:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         tensor.reshape(-1).view(torch.uint8).numpy()[...] = array
         return tensor
+
+    def _image(self, array: Array, mode: str, size: list[int]) -> Any:  # noqa: ANN401  # Pillow is optional
+        try:
+            from PIL import Image  # noqa: PLC0415  # likewise
+        except ImportError:
+            raise ImportError(f"{self._path} holds images: install pillow to load it") from None
+        return Image.frombytes(mode, (size[0], size[1]), array.tobytes())
 
 
 _FROM_ARRAY: Final[Mapping[str, Callable[[Array], Any]]] = {
