@@ -26,7 +26,7 @@ from streamfold.console import (
     progress_bar,
     tokenizer_option,
 )
-from streamfold.errors import DecodeError
+from streamfold.errors import DecodeError, EngineError
 from streamfold.journal import Journal, Plan
 from streamfold.limits import Limits, Retries
 from streamfold.recording import Recording, surroundings
@@ -34,7 +34,7 @@ from streamfold.recording import record as record_stream
 from streamfold.resume import complete_all
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
     from rich.progress import Progress, TaskID
 
@@ -73,8 +73,8 @@ def main(
     A stream went wrong? [bold]streamfold record[/] saves it as it comes, [bold]streamfold replay[/] shows what it holds
     and where it breaks.
 
-    Writing a client, or a test? [bold]streamfold serve[/] runs the engine in a box: SGLang's HTTP interface with a
-    deterministic model, no GPU and no weights.
+    Writing a client, or a test? [bold]streamfold serve[/] runs the engine in a box: SGLang's or vLLM's HTTP interface
+    with a deterministic model, no GPU and no weights.
     """
 
 
@@ -85,6 +85,7 @@ def demo(
         typer.Option(exists=True, dir_okay=False, help='JSON lines like {"prompt": "..."}; 32 are built in.'),
     ] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = Path("demo.jsonl"),
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Whose HTTP interface.")] = "sglang",
     incremental: Annotated[
         bool, typer.Option("--incremental/--cumulative", help="How the engine writes its stream.")
     ] = False,
@@ -104,7 +105,7 @@ def demo(
     def tell(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    report = job.run(texts, incremental=incremental, seed=seed, tell=tell)
+    report = job.run(texts, engine=engine, incremental=incremental, seed=seed, tell=tell)
     job.write(report.outcomes, out)
     print_report(report)
     tell(f"The finished samples are in {out}")
@@ -114,6 +115,10 @@ def demo(
 
 @app.command()
 def serve(
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Whose HTTP interface.")] = "sglang",
+    wire: Annotated[
+        str, typer.Option(help="The release whose way of writing, as in 0.5.23 or 0.28, or rust; else the newest.")
+    ] = "",
     host: Annotated[str, typer.Option(help="127.0.0.1, ::1, or 0.0.0.0 for everybody.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free one.")] = 30000,
     incremental: Annotated[
@@ -127,15 +132,17 @@ def serve(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once; others wait.")] = 256,
     seed: Annotated[int, typer.Option(help="The model's weights, so to speak.")] = 0,
     frontend: Annotated[Literal["python", "rust"], typer.Option(help="Whose way of writing.")] = "python",
-    wire: Annotated[str, typer.Option(help="The SGLang release whose way of writing.")] = "0.5.23",
     api_key: Annotated[str | None, typer.Option(help="Ask for this bearer token.")] = None,
     faults: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A script, in JSON, of how it misbehaves.")
     ] = None,
 ) -> None:
-    """Run the engine in a box: SGLang's HTTP interface with a deterministic model, no GPU, no weights.
+    """Run the engine in a box: SGLang's or vLLM's HTTP interface with a deterministic model, no GPU, no weights.
 
     Try it: [bold]curl -N localhost:30000/generate -d '{"text": "Hi", "stream": true}'[/]
+
+    With --engine vllm: [bold]curl -N localhost:30000/v1/completions -H 'Content-Type: application/json' -d '{"prompt":
+    "Hi", "stream": true}'[/]
 
     What a script of faults may hold: [bold]python -m pydoc streamfold.loopback.faults[/]
     """
@@ -155,8 +162,9 @@ def serve(
             prefill_delay=prefill_delay,
             max_running_requests=batch_size,
             seed=seed,
-            frontend=frontend,
-            version=wire,
+            engine=engine,
+            frontend="rust" if wire == "rust" else frontend,
+            version="" if wire == "rust" else wire,
             api_key=api_key,
             faults=None if faults is None else loopback.Faults.read(faults),
         )
@@ -174,6 +182,9 @@ def rollout(
         ),
     ],
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go, and what an earlier run has left.")],
+    engine: Annotated[
+        Literal["sglang", "vllm", "vllm-completions", "auto"], typer.Option(help="What it is; auto asks it.")
+    ] = "sglang",
     n_samples_per_prompt: Annotated[int, typer.Option("--n-samples-per-prompt", "-n", min=1)] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Samples in flight at once.")] = 64,
     max_new_tokens: Annotated[int | None, typer.Option(min=0, help="The budget of each response, else 1024.")] = None,
@@ -226,8 +237,11 @@ def rollout(
         shape = experts_option(experts)
         if shape is not None and plan.texts:
             fail(f"--experts: {plan.texts} prompts have no input_ids; give ids, or a --tokenizer")
+        if engine == "vllm" and plan.texts:
+            fail(f"vLLM's token endpoint takes ids alone, but {plan.texts} prompts have none: give a --tokenizer")
         client = Client(
             url,
+            engine=engine,
             api_key=api_key,
             tokenizer=decoder,
             limits=Limits(calls=concurrency),
@@ -237,9 +251,12 @@ def rollout(
         ends += eos_token_id or []
         with Journal(out, plan, arrays) as journal:
             work = _Work(plan, journal)
-            making = complete_all(client, work, work.end, concurrency=concurrency, stop_ids=ends, logprobs=logprobs)
-            interrupted = asyncio.run(_show(client, work, making))
-    except (OSError, ValueError) as error:
+
+            def make() -> Coroutine[Any, Any, None]:
+                return complete_all(client, work, work.end, concurrency=concurrency, stop_ids=ends, logprobs=logprobs)
+
+            interrupted = asyncio.run(_show(client, work, make))
+    except (OSError, ValueError, EngineError) as error:  # the last one of a server that does not say what it is
         fail(str(error))
     missing = len(plan) - len(journal.finished)
     console.print(f"{len(journal.finished)} of {len(plan)} samples are in {out}", markup=False, soft_wrap=True)
@@ -285,16 +302,16 @@ class _Work:
         progress.update(task, completed=len(self._journal.finished), total=len(self._plan), failed=failed, rate=rate)
 
 
-async def _show(client: Client, work: _Work, making: Coroutine[Any, Any, None]) -> bool:
+async def _show(client: Client, work: _Work, make: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     """See the work done, or interrupted: which of the two."""
     text = "{task.completed} of {task.total}, {task.fields[failed]} failed, {task.fields[rate]:.0f} tokens/s"
     with progress_bar(text, target=errors) as progress:
         task = progress.add_task("rollout", failed=0, rate=0.0)
-        made = asyncio.ensure_future(making)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, made.cancel)  # a second one ends the drains
         async with client:
+            made = asyncio.ensure_future(make())
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, made.cancel)  # a second one ends the drains
             while not made.done():
                 await asyncio.wait({made}, timeout=_SHOW_SECONDS)
                 work.show(progress, task, sum(call.token_count for call in client.running))

@@ -351,6 +351,13 @@ class Client:
         """What the server is: see the argument of that name; ``"auto"`` until it has been found out."""
         return "auto" if self._engine is None else self._engine.name
 
+    def route(self, session: str | None, dp_rank: int | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+        """Headers and ``extra`` of a request that belongs to a session, or to one data-parallel rank of its engine.
+
+        Routers keep the requests of a session together, so that the engine's prefix cache serves them.
+        """
+        return self._known_engine().route(session, dp_rank)
+
     async def discover(self) -> str:
         """Ask the server what it is, as for ``engine="auto"``; :attr:`engine` from now on.
 

@@ -48,7 +48,7 @@ class RolloutConfig:
         stop_ids: tokens that end a response besides ``stop_token_ids``, as the tokenizer's end of sequence: an engine
             that aborts a request does not look whether its last token would have ended it.
         dp_size: data-parallel ranks of each engine. With more than 1 each request names the rank with the fewest
-            (``routed_dp_rank``, SGLang 0.5.10 and newer).
+            (``routed_dp_rank`` for SGLang 0.5.10 and newer, a header for vLLM).
         max_staleness: a group that was begun more than so many rollouts ago (in a pool: weight versions) starts again
             from its prompt. None: no limit.
         seed: the i-th sample of every group gets ``sampling_seed`` ``seed + i``. None: the engine's own choice.

@@ -11,7 +11,7 @@ import asyncio
 import importlib.resources
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import httpx
 import numpy as np
@@ -185,6 +185,7 @@ def _prompt(line: bytes, place: str) -> str:
 def run(
     prompts: Sequence[str],
     *,
+    engine: Literal["sglang", "vllm"] = "sglang",
     incremental: bool = False,
     seed: int = 0,
     tell: Callable[[str], object] = lambda _line: None,
@@ -193,7 +194,8 @@ def run(
 
     Args:
         prompts: one group of samples for each.
-        incremental: whether the engines' events hold what is new, or everything.
+        engine: whose HTTP interface the engines have.
+        incremental: whether the engines' events hold what is new, or everything; vLLM's always hold what is new.
         seed: of the sampling.
         tell: is given a line at each step.
 
@@ -203,7 +205,8 @@ def run(
     """
     from streamfold.loopback import Loopback, Router  # noqa: PLC0415  # an extra, which only this needs
 
-    options = {**ENGINE, "incremental": incremental, "keep_requests": 64 + 8 * SAMPLES_PER_PROMPT * len(prompts)}
+    how = {"engine": engine, "incremental": incremental} if engine == "sglang" else {"engine": engine}
+    options = {**ENGINE, **how, "keep_requests": 64 + 8 * SAMPLES_PER_PROMPT * len(prompts)}
     judge = Judge()
     with Loopback(**options) as one, Loopback(**options) as two, Router([one, two], "least_load") as router:
         tokenizer = one.tokenizer
@@ -225,7 +228,7 @@ def run(
         )
         samples = (Sample(prompt=prompt, tokens=tokenizer.encode(prompt)) for prompt in prompts)
         buffer = Buffer(prompt_groups(samples, SAMPLES_PER_PROMPT))
-        client = Client(router.url, tokenizer=tokenizer)
+        client = Client(router.url, engine=engine, tokenizer=tokenizer)
         metrics, given = asyncio.run(_rollouts(client, config, buffer, judge=judge, engines=[one, two], tell=tell))
         in_flight = buffer.in_flight
         waiting = buffer.take(len(buffer))
@@ -282,19 +285,29 @@ async def _update_weights(engines: Sequence[Loopback], version: str) -> None:
 def _calls(engines: Sequence[Loopback]) -> Counter[str | None]:
     """How often each sample was asked for. All its requests carry the id of its session, for routers to see."""
     seen = (request for engine in engines for request in engine.seen())
-    return Counter(request.headers.get("x-smg-routing-key") for request in seen if request.path == "/generate")
+    # Under SGLang's name or vLLM's.
+    sessions = (request.headers.get("x-smg-routing-key", request.headers.get("x-session-id")) for request in seen)
+    return Counter(session for session in sessions if session)
 
 
 def compare(sample: Sample, engine: Loopback, seed: int, *, calls: int, judged: Sequence[str]) -> Outcome:
     """Compare a sample, and the texts that were judged of it, with the undisturbed generation of its prompt."""
     prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
-    expected = engine.undisturbed(prompt, {**PARAMS, "sampling_seed": seed}, return_logprob=True)
+    expected = _undisturbed(engine, prompt, seed)
     return Outcome(
         sample=sample,
         calls=calls,
         equal=not any(_differences(sample, expected)),
         judged=list(judged) == (["".join(expected.pieces or ())] if is_finished(sample) else []),
     )
+
+
+def _undisturbed(engine: Loopback, prompt: Sequence[int], seed: int) -> Reply:
+    """What an engine gives if nothing happens to the request; asked for in its own words."""
+    if engine.config.engine == "sglang":
+        return engine.undisturbed(prompt, {**PARAMS, "sampling_seed": seed}, return_logprob=True)
+    params = {"max_tokens": PARAMS["max_new_tokens"], "temperature": PARAMS["temperature"], "seed": seed, "logprobs": 1}
+    return engine.undisturbed(prompt, params)
 
 
 def _differences(sample: Sample, expected: Reply) -> Iterator[bool]:

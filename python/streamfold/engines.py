@@ -95,6 +95,10 @@ class Engine(ABC):
         del rid
         return {}
 
+    @abstractmethod
+    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """Give headers and keys of a request that keep it with its session, or bring it to a data-parallel rank."""
+
     def rename(self, body: bytes, old: str, new: str) -> bytes:
         """Put another id into the JSON text of a :meth:`payload`, and leave the rest as it is."""
         was, now = (orjson.dumps({self.rid_key: rid})[:-1] for rid in (old, new))
@@ -174,6 +178,11 @@ class Sglang(Engine):
             if experts_start:
                 payload["routed_experts_start_len"] = experts_start
         return _with_extra(payload, extra)
+
+    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """A header for routers; a key for the engine, 0.5.10 and newer."""
+        headers = {} if session is None else {"X-SMG-Routing-Key": session}
+        return headers, {} if dp_rank is None else {"routed_dp_rank": dp_rank}
 
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
         """Whether routed experts or top-p ids were asked for: an abort's last event brings them."""
@@ -273,6 +282,11 @@ class Vllm(Engine):
     def headers(self, rid: str) -> dict[str, str]:
         """Name the request; this wins over the body's."""
         return {"X-Request-Id": rid}
+
+    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """Headers both."""
+        headers = {} if session is None else {"X-Session-ID": session}
+        return headers | ({} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}), {}
 
     def hint(self, status: int) -> str:
         """Say which flag of the server is missing."""

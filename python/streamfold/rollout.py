@@ -205,8 +205,8 @@ class _Complete:
         *,
         aborted: Callable[[], bool],
     ) -> Any:  # noqa: ANN401
-        session = getattr(sample, "session_id", None)
-        with self._rank() as extra:
+        with self._rank() as rank:
+            headers, extra = self._client.route(getattr(sample, "session_id", None), rank)
             return await complete(
                 self._client,
                 sample,
@@ -214,13 +214,13 @@ class _Complete:
                 resume=self._config.resume,
                 logprobs=self._config.logprobs,
                 stop_ids=self._stop_ids,
-                headers={"X-SMG-Routing-Key": session} if session else None,
+                headers=headers,
                 extra=extra,
                 aborted=aborted,
             )
 
     @contextlib.contextmanager
-    def _rank(self) -> Iterator[dict[str, int] | None]:
+    def _rank(self) -> Iterator[int | None]:
         """Name the rank with the fewest requests, if there are several."""
         if len(self._ranks) == 1:
             yield None
@@ -228,6 +228,6 @@ class _Complete:
         rank = self._ranks.index(min(self._ranks))
         self._ranks[rank] += 1
         try:
-            yield {"routed_dp_rank": rank}
+            yield rank
         finally:
             self._ranks[rank] -= 1

@@ -1,4 +1,4 @@
-"""An engine in a box: SGLang's wire over real HTTP, with a deterministic model, for demos and tests.
+"""An engine in a box: SGLang's or vLLM's wire over real HTTP, with a deterministic model, for demos and tests.
 
 It needs neither a GPU nor weights, and knows nothing of the rest of this package: it tests any client. ::
 
@@ -8,15 +8,19 @@ It needs neither a GPU nor weights, and knows nothing of the rest of this packag
         ...  # any client, against engine.url
         engine.stats()
 
-:func:`serve` runs it in the foreground. ``wire`` has the writer of the dialect alone, without a server.
+``Loopback(engine="vllm")`` speaks vLLM. :func:`serve` runs either in the foreground. ``wire`` and ``vllm.wire`` have
+the writers alone, without a server. ``faults`` lists how it can misbehave.
 """
 
 try:
-    from streamfold.loopback.app import Engine, SeenRequest, create_app
+    from streamfold.loopback.app import create_app
     from streamfold.loopback.config import Config
-    from streamfold.loopback.request import undisturbed
+    from streamfold.loopback.engine import Engine, SeenRequest
+    from streamfold.loopback.faults import Faults
+    from streamfold.loopback.router import Router
     from streamfold.loopback.server import Loopback, Stats, serve
     from streamfold.loopback.tokenizer import Tokenizer
+    from streamfold.loopback.undisturbed import undisturbed
 except ModuleNotFoundError as error:
     _missing = (error.name or "").partition(".")[0]
     if _missing not in {"starlette", "uvicorn", "h11"}:
@@ -24,4 +28,16 @@ except ModuleNotFoundError as error:
     _message = f"the loopback engine needs {_missing}: pip install 'streamfold[loopback]'"
     raise ImportError(_message, name=_missing) from error
 
-__all__ = ["Config", "Engine", "Loopback", "SeenRequest", "Stats", "Tokenizer", "create_app", "serve", "undisturbed"]
+__all__ = [
+    "Config",
+    "Engine",
+    "Faults",
+    "Loopback",
+    "Router",
+    "SeenRequest",
+    "Stats",
+    "Tokenizer",
+    "create_app",
+    "serve",
+    "undisturbed",
+]

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from streamfold.loopback import wire
 from streamfold.loopback.models import Model
 from streamfold.loopback.tokenizer import Tokenizer
-from streamfold.loopback.wire import Dialect
+from streamfold.loopback.vllm import wire as vllm_wire
 
-__all__ = ["Config"]
+if TYPE_CHECKING:
+    from streamfold.loopback.faults import Faults
+
+__all__ = ["NEWEST", "Config", "Dialect"]
+
+# The releases whose wire is spoken if none is named.
+NEWEST = {"sglang": "0.5.23", "vllm": "0.32.0"}
+_VLLM_ONLY = frozenset(
+    ("enable_scale_out", "dev_mode", "track_load", "return_routed_experts", "return_sampling_mask", "max_logprobs")
+)
+
+
+class Dialect(Protocol):
+    """How an engine writes, as far as it matters to all of them."""
+
+    @property
+    def rust(self) -> bool:
+        """Whether the Rust frontend writes."""
+
+    def error_event(self, message: str, code: int) -> bytes:
+        """Write the event that tells of an error instead of tokens."""
+
+    def http_error(self, message: str, status: int) -> dict[str, Any]:
+        """Give the body of an answer with a status that is none of success."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of one engine, each with a default that suits a test.
+
+    Whom it is like: the ``engine``, "sglang" or "vllm", its ``version`` (empty: the newest that is known here) and its
+    ``frontend``.
 
     Its model: ``seed`` stands for the weights, ``vocab_size`` is at least 512, ``stop_probability`` is that of the
     end-of-sequence token at each free choice, ``num_layers``, ``top_k`` and ``num_experts`` shape the routed experts
@@ -25,15 +52,24 @@ class Config:
     speculative decoding, ``prefill_delay`` in seconds before the first token, ``max_running_requests`` at once,
     ``max_queued_requests`` waiting behind them (None: any number).
 
-    Its wire: ``incremental`` or cumulative, a ``stream_interval`` in tokens, which ``frontend`` writes as in which
-    ``version``, ``skip_tokenizer_init`` (no text), and ``shuffle_keys``, a seed (None: the engine's own order).
+    Its wire: a ``stream_interval`` in tokens, ``skip_tokenizer_init`` (no text; vLLM's ``--tokens-only``), and
+    ``shuffle_keys``, a seed (None: the engine's own order), ``incremental`` or cumulative (vLLM: always incremental,
+    whatever is said here).
 
-    Its surroundings: ``api_key`` asked for as a bearer token, ``base_path`` before every path, ``weight_version`` at
-    the start, ``workers`` that it names as a router does (None: itself), ``leave_delay`` in seconds from a client's
-    leaving to the end of its request (None: never, as in some releases), ``send_buffer`` in bytes that the system may
-    hold for a slow reader (None: as it likes, which is megabytes), and how many of the last HTTP requests it
-    remembers, ``keep_requests``.
+    vLLM's flags, for it alone: ``enable_scale_out`` (without it the token endpoint is disabled, as from 0.30, or not
+    there), ``dev_mode`` (pause, abort all, weight versions), ``track_load`` (without it ``/load`` tells 0),
+    ``return_routed_experts`` with every response, ``return_sampling_mask`` (as from 0.32), ``max_logprobs``.
+
+    Its surroundings: ``model_name``, ``api_key`` asked for as a bearer token, ``base_path`` before every path,
+    ``weight_version`` at the start, ``workers`` that it names as a router does (None: itself), ``leave_delay`` in
+    seconds from a client's leaving to the end of its request (None: never, as in some releases), ``send_buffer`` in
+    bytes that the system may hold for a slow reader (None: as it likes, which is megabytes), how many of the last HTTP
+    requests it remembers, ``keep_requests``, and the ``faults`` that it has (:mod:`streamfold.loopback.faults`).
     """
+
+    engine: Literal["sglang", "vllm"] = "sglang"
+    version: str = ""
+    frontend: Literal["python", "rust"] = "python"
 
     seed: int = 0
     vocab_size: int = Tokenizer.SMALLEST
@@ -51,10 +87,17 @@ class Config:
 
     incremental: bool = False
     stream_interval: int = 1
-    frontend: Literal["python", "rust"] = "python"
-    version: str = "0.5.23"
     skip_tokenizer_init: bool = False
     shuffle_keys: int | None = None
+
+    enable_scale_out: bool = True
+    dev_mode: bool = True
+    track_load: bool = False
+    return_routed_experts: bool = False
+    return_sampling_mask: bool = False
+    max_logprobs: int = 20
+
+    model_name: str = "streamfold-loopback"
 
     api_key: str | None = None
     base_path: str = ""
@@ -63,8 +106,16 @@ class Config:
     leave_delay: float | None = 0.0
     send_buffer: int | None = None
     keep_requests: int = 256
+    faults: Faults | None = None
 
     def __post_init__(self) -> None:
+        if self.engine not in NEWEST:
+            self._refuse("engine", f"one of {', '.join(NEWEST)}")
+        for f in fields(self):
+            if self.engine != "vllm" and f.name in _VLLM_ONLY and getattr(self, f.name) != f.default:
+                self._refuse(f.name, f"left alone: {self.engine} has no such flag")
+        if not self.version:
+            object.__setattr__(self, "version", NEWEST[self.engine])  # the class is frozen, and still being made
         for name in ("tokens_per_step", "max_running_requests", "stream_interval", "context_length", "num_experts"):
             self._require(name, at_least=1)
         for name in (
@@ -75,6 +126,7 @@ class Config:
             "max_queued_requests",
             "leave_delay",
             "send_buffer",
+            "max_logprobs",
         ):
             self._require(name, at_least=0)
         if self.token_rate is not None and self.token_rate < 0:
@@ -85,6 +137,8 @@ class Config:
             self._refuse("top_k", f"no more than num_experts, {self.num_experts}")
         if self.base_path and (not self.base_path.startswith("/") or self.base_path.endswith("/")):
             self._refuse("base_path", "empty or like /api, with a slash in front only")
+        if self.faults is not None:
+            self.faults.check(self.engine, incremental=self.incremental)
         # Built now, so that what is wrong with them is told here.
         _ = self.dialect, self.tokenizer
 
@@ -97,12 +151,22 @@ class Config:
         msg = f"{name} must be {wanted}, got {getattr(self, name)!r}"
         raise ValueError(msg)
 
-    @cached_property
+    @property
     def dialect(self) -> Dialect:
         """How this engine writes."""
-        return Dialect(
+        return self.vllm if self.engine == "vllm" else self.sglang
+
+    @cached_property
+    def sglang(self) -> wire.Dialect:
+        """How this engine writes, which is SGLang."""
+        return wire.Dialect(
             incremental=self.incremental, frontend=self.frontend, version=self.version, shuffle=self.shuffle_keys
         )
+
+    @cached_property
+    def vllm(self) -> vllm_wire.Dialect:
+        """How this engine writes, which is vLLM."""
+        return vllm_wire.Dialect(frontend=self.frontend, version=self.version, shuffle=self.shuffle_keys)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

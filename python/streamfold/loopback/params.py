@@ -1,4 +1,4 @@
-"""Reads the body of ``POST /generate`` and says no in the engine's ways.
+"""Reads the body of SGLang's ``POST /generate`` and says no in the engine's ways.
 
 What the HTTP layer refuses is :class:`MalformedBody`, an HTTP 400. What comes to light later is
 :class:`InvalidRequest`: in a stream it is an event, since by then the response has begun.
@@ -7,15 +7,17 @@ What the HTTP layer refuses is :class:`MalformedBody`, an HTTP 400. What comes t
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from streamfold.loopback.ask import Ask, InvalidRequest, MalformedBody, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from streamfold.loopback.config import Config
 
-__all__ = ["Ask", "InvalidRequest", "MalformedBody", "SamplingParams", "check_body", "read_asks"]
+__all__ = ["EXPERTS_DTYPES", "bad_request", "check_body", "read_asks"]
 
 # What one image adds in front of the prompt, in tokens.
 IMAGE_TOKENS = 16
@@ -47,122 +49,59 @@ _TYPES: dict[str, tuple[type, ...]] = {
 EXPERTS_DTYPES = {"int32": "<i4", "uint8": "u1", "uint16": "<u2"}
 
 
-class MalformedBody(Exception):
-    """The HTTP layer refuses the body: status 400, with this object as its answer."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        super().__init__(str(answer))
-        self.answer = answer
-
-
-class InvalidRequest(ValueError):
-    """The engine refuses the request after the response has begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """The sampling parameters that have an effect here; ``max_new_tokens`` None is as long as the context allows.
+def read_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Read the object of the wire. Raises InvalidRequest.
 
     ``custom_params`` may hold ``return_top_p_token_ids``, and ``null_logprobs_at``: positions in the output whose
     logprob is told as null, as after a NaN. Penalties and ``logit_bias`` are taken and change nothing.
     """
-
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    sampling_seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    stream_interval: int | None = None
-    n: int = 1
-    custom_params: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> SamplingParams:
-        """Read the object of the wire. Raises InvalidRequest."""
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
-        for key in values:
-            if key in _NOT_OFFERED:
-                msg = f"the loopback engine does not offer {key}: leave it out"
-                raise InvalidRequest(msg)
-            if key not in known | _NO_EFFECT:
-                msg = f"unknown sampling parameter {key!r}"
-                raise InvalidRequest(msg)
-        values = {key: value for key, value in values.items() if key in known}
-        stop = values.get("stop", ())
-        try:
-            values["stop"] = tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
-            values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
-            params = cls(**values)
-            params._check()
-        except TypeError as error:
-            raise InvalidRequest(str(error)) from error
-        return params
-
-    def _check(self) -> None:
-        if not all(isinstance(text, str) for text in self.stop):
-            msg = f"stop must be a string or a list of strings, got {self.stop!r}."
-        elif not isinstance(self.custom_params, dict):
-            msg = f"custom_params must be an object, got {self.custom_params!r}."
-        elif not isinstance(self.custom_params.get("null_logprobs_at", []), list):
-            msg = "custom_params.null_logprobs_at must be a list of positions in the output."
-        elif self.max_new_tokens is not None and self.max_new_tokens < 0:
-            msg = f"max_new_tokens must be at least 0, got {self.max_new_tokens}."
-        elif self.min_new_tokens < 0 or self.min_new_tokens > (self.max_new_tokens or self.min_new_tokens):
-            msg = f"min_new_tokens must be in [0, max_new_tokens({self.max_new_tokens})], got {self.min_new_tokens}."
-        elif self.temperature < 0:
-            msg = f"temperature must be non-negative, got {self.temperature}."
-        elif not 0 < self.top_p <= 1:
-            msg = f"top_p must be in (0, 1], got {self.top_p}."
-        elif self.top_k < 1 and self.top_k != -1:
-            msg = f"top_k must be -1 (disable) or at least 1, got {self.top_k}."
-        elif not 0 <= self.min_p <= 1:
-            msg = f"min_p must be in [0, 1], got {self.min_p}."
-        elif self.stream_interval is not None and self.stream_interval < 1:
-            msg = f"stream_interval must be at least 1, got {self.stream_interval}."
-        elif self.n < 1:
-            msg = f"n must be at least 1, got {self.n}."
-        else:
-            return
-        raise InvalidRequest(msg)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
-    def filtered(self) -> bool:
-        """Whether fewer ids than the vocabulary can be chosen."""
-        return self.greedy or self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+    known = {f.name for f in fields(SamplingParams)}
+    values = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
+    for key in values:
+        if key in _NOT_OFFERED:
+            msg = f"the loopback engine does not offer {key}: leave it out"
+            raise InvalidRequest(msg)
+        if key not in known | _NO_EFFECT:
+            msg = f"unknown sampling parameter {key!r}"
+            raise InvalidRequest(msg)
+    values = {key: value for key, value in values.items() if key in known}
+    stop = values.get("stop", ())
+    try:
+        values["stop"] = tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
+        values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
+        params = SamplingParams(**values)
+        _check_params(params)
+    except TypeError as error:
+        raise InvalidRequest(str(error)) from error
+    return params
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One generation that is asked for."""
-
-    rid: str
-    prompt: list[int]
-    params: SamplingParams
-    index: int | None = None  # in a body that asks for several
-    seed: int = 0
-    stream: bool = False
-    logprobs: bool = False
-    logprob_start: int = -1
-    top_logprobs: int = 0
-    logprob_texts: bool = False
-    experts: bool = False
-    experts_start: int = 0
-    experts_dtype: str = "int32"
-    prompt_ids: bool = False
-    sampling_mask: bool = False
+def _check_params(params: SamplingParams) -> None:
+    if not all(isinstance(text, str) for text in params.stop):
+        msg = f"stop must be a string or a list of strings, got {params.stop!r}."
+    elif not isinstance(params.custom_params, dict):
+        msg = f"custom_params must be an object, got {params.custom_params!r}."
+    elif not isinstance(params.custom_params.get("null_logprobs_at", []), list):
+        msg = "custom_params.null_logprobs_at must be a list of positions in the output."
+    elif params.max_new_tokens is not None and params.max_new_tokens < 0:
+        msg = f"max_new_tokens must be at least 0, got {params.max_new_tokens}."
+    elif params.min_new_tokens < 0 or params.min_new_tokens > (params.max_new_tokens or params.min_new_tokens):
+        msg = f"min_new_tokens must be in [0, max_new_tokens({params.max_new_tokens})], got {params.min_new_tokens}."
+    elif params.temperature < 0:
+        msg = f"temperature must be non-negative, got {params.temperature}."
+    elif not 0 < params.top_p <= 1:
+        msg = f"top_p must be in (0, 1], got {params.top_p}."
+    elif params.top_k < 1 and params.top_k != -1:
+        msg = f"top_k must be -1 (disable) or at least 1, got {params.top_k}."
+    elif not 0 <= params.min_p <= 1:
+        msg = f"min_p must be in [0, 1], got {params.min_p}."
+    elif params.stream_interval is not None and params.stream_interval < 1:
+        msg = f"stream_interval must be at least 1, got {params.stream_interval}."
+    elif params.n < 1:
+        msg = f"n must be at least 1, got {params.n}."
+    else:
+        return
+    raise InvalidRequest(msg)
 
 
 def check_body(body: object, config: Config) -> dict[str, Any]:
@@ -178,7 +117,7 @@ def check_body(body: object, config: Config) -> dict[str, Any]:
         entries = body.get(key)
         if isinstance(entries, list) and not any(all(isinstance(entry, kind) for entry in entries) for kind in kinds):
             raise MalformedBody(bad_request(config, f"{key} has entries of a wrong type"))
-    if config.dialect.release >= (0, 5, 22):
+    if config.sglang.release >= (0, 5, 22):
         known = {f.name for f in fields(SamplingParams)} | _NO_EFFECT | _NOT_OFFERED
         for key, value in (body.get("sampling_params") or {}).items():
             if key not in known:
@@ -190,7 +129,7 @@ def check_body(body: object, config: Config) -> dict[str, Any]:
 
 def bad_request(config: Config, message: str) -> dict[str, Any]:
     """Give the answer to a body that is no request."""
-    if config.dialect.rust:
+    if config.sglang.rust:
         return {"error": {"message": message, "code": 400}}
     return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
 
@@ -210,7 +149,7 @@ def _scalar_fits(key: str, value: object) -> bool:
 
 def read_asks(body: Mapping[str, Any], config: Config) -> list[Ask]:
     """Read what a checked body asks for: one generation, or several with an index each. Raises InvalidRequest."""
-    params = SamplingParams.read(body.get("sampling_params") or {})
+    params = read_params(body.get("sampling_params") or {})
     if params.stop and config.skip_tokenizer_init:
         msg = "stop strings need a tokenizer, and the engine was started without (skip_tokenizer_init)"
         raise InvalidRequest(msg)
@@ -238,6 +177,8 @@ def read_asks(body: Mapping[str, Any], config: Config) -> list[Ask]:
                     logprob_start=_or(body.get("logprob_start_len"), -1),
                     top_logprobs=_or(body.get("top_logprobs_num"), 0),
                     logprob_texts=bool(body.get("return_text_in_logprobs")),
+                    null_logprobs_at=frozenset(params.custom_params.get("null_logprobs_at", ())),
+                    top_p=bool(params.custom_params.get("return_top_p_token_ids")),
                     experts=bool(body.get("return_routed_experts")),
                     experts_start=_or(body.get("routed_experts_start_len"), 0),
                     experts_dtype=dtype,
@@ -258,7 +199,7 @@ def _prompts(body: Mapping[str, Any], config: Config) -> tuple[list[list[int]], 
     if ids is None and text is None:
         msg = "Either text or input_ids should be provided."
         raise InvalidRequest(msg)
-    if ids is not None and text is not None and config.dialect.rust:
+    if ids is not None and text is not None and config.sglang.rust:
         msg = "validation failed: text and input_ids exclude each other"
         raise InvalidRequest(msg)
     if ids is not None:
@@ -295,7 +236,7 @@ def _rids(given: str | list[str] | None, count: int, *, batched: bool) -> list[s
 
 def _check_prompt(prompt: list[int], params: SamplingParams, config: Config) -> None:
     if not prompt:
-        msg = "validation failed: input_ids cannot be empty" if config.dialect.rust else "input_ids cannot be empty."
+        msg = "validation failed: input_ids cannot be empty" if config.sglang.rust else "input_ids cannot be empty."
         raise InvalidRequest(msg)
     if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in prompt):
         msg = f"input_ids must be integers from 0 to {config.vocab_size - 1}."

@@ -1,41 +1,62 @@
 """One request inside the engine: a token per step, the text it makes, when it ends, and when an event is due.
 
-Nothing here waits or sends: the scheduler calls :meth:`Request.step`, whoever serves the client takes the events.
+Nothing here waits or sends: the scheduler calls :meth:`Request.step`, whoever serves the client takes the events. What
+differs from engine to engine is left to those who override: what a request begins with, what ends it, and its writer.
 """
 
 from __future__ import annotations
 
-import time
+from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from streamfold.loopback import wire
-from streamfold.loopback.params import EXPERTS_DTYPES, Ask, SamplingParams, read_asks
-from streamfold.loopback.tokenizer import Detokenizer
+from streamfold.loopback.reply import Finish, Reply, length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection
 
+    from streamfold.loopback.ask import Ask
     from streamfold.loopback.config import Config
-    from streamfold.loopback.tokenizer import Tokenizer
 
-__all__ = ["Request", "undisturbed"]
+    # A count of tokens, and what is done to the request when it has so many.
+    Milestone = tuple[int, Callable[["Request"], None]]
 
-# The Rust frontend sends each delta by itself, and gives a request up that has this many waiting.
-MOST_WAITING_EVENTS = 1024
+__all__ = ["Milestone", "Request", "Text", "Writer"]
+
 # How often the engine hands on what it has of a request that is not streamed.
 INTERVAL_UNSTREAMED = 50
 
-_REPLACEMENT = "\ufffd"
-_CJK = (("\u3400", "\u4dbf"), ("\u4e00", "\u9fff"), ("\U00020000", "\U0002ffff"))
+
+class Writer(Protocol):
+    """Writes the events of one reply, in order."""
+
+    def event(self, tokens: int) -> bytes:
+        """Write the event that brings the reply to so many tokens, and is not the last."""
+
+    def ending(self) -> list[bytes]:
+        """Write the last events of a finished reply."""
 
 
-class Request:
+class Text(Protocol):
+    """The text of one request, as far as it may be seen."""
+
+    @property
+    def withheld(self) -> bool:
+        """Whether there must be no event now, because of what may become a stop string."""
+
+    def close(self) -> None:
+        """Take note that the last token is in: nothing is held back any more."""
+
+    def take(self) -> str:
+        """Give what may be seen of the text since the last time."""
+
+
+class Request(ABC):
     """A generation under way.
 
     ``reply`` is what there is so far, ``notify`` is called when an event may be due. The scheduler keeps its own notes
-    here: whether it is in ``prefilling``, and until when (``ready_at``), and whether it is ``aborting``.
+    here: whether it is in ``prefilling``, and until when (``ready_at``), whether it is ``aborting`` or ``parked``, and
+    the ``milestones`` ahead of it.
     """
 
     def __init__(self, ask: Ask, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
@@ -44,53 +65,76 @@ class Request:
         self.prefilling = True
         self.ready_at = 0.0
         self.aborting = False
+        self.parked = False
+        self.milestones: list[Milestone] = []
         self._config = config
-        self._params = params = ask.params
+        self._params = ask.params
         self._model, self._tokenizer = config.model, config.tokenizer
         self._context = self._model.read(ask.prompt)
-        self._salt = self._model.salt(None if params.greedy else ask.seed)
+        self._salt = self._model.salt(None if ask.params.greedy else ask.seed)
         room = config.context_length - len(ask.prompt)
-        self._budget = room if params.max_new_tokens is None else params.max_new_tokens
-        self._stop_ids: frozenset[int] = (
-            frozenset() if params.ignore_eos else params.stop_token_ids | {self._tokenizer.eos_token_id}
-        )
-        self._text = _Text(params, self._tokenizer)
-        self._wants_top_p = (
-            ask.logprobs and bool(params.custom_params.get("return_top_p_token_ids")) and params.filtered
-        )
-        self._null_logprobs = frozenset(params.custom_params.get("null_logprobs_at", ()))
+        self._budget = room if ask.params.max_new_tokens is None else min(ask.params.max_new_tokens, room)
+        self._stop_ids = self._ends()
+        self._text = self._open_text()
         self.reply = self._open_reply()
-        self._writer = wire.Writer(self.reply, config.dialect)
+        self._writer = self._open_writer()
         self._cuts: deque[int] = deque()  # token counts at which events are due
         self._known = 0  # tokens that the frontend has been told of: the last cut
-        self._failure: str | None = None
+        self._failure: tuple[int, str] | None = None
+        self._ending: deque[bytes] | None = None
         self._told = False
 
-    def _open_reply(self) -> wire.Reply:
-        ask, config = self.ask, self._config
-        reply = wire.Reply(
-            rid=ask.rid,
-            prompt_tokens=len(ask.prompt),
-            pieces=None if config.skip_tokenizer_init else [],
-            prompt_token_ids=ask.prompt if ask.prompt_ids and config.dialect.release >= (0, 5, 13) else None,
-            index=ask.index,
-            arrived=time.time(),
-        )
-        if ask.logprobs:
-            reply.logprobs = []
-            reply.logprob_texts = [] if ask.logprob_texts else None
-            reply.top_logprobs = [] if ask.top_logprobs else None
-            if 0 <= ask.logprob_start < len(ask.prompt):
-                reply.input_logprobs = self._input_logprobs(ask.logprob_start)
-        if self._wants_top_p:
-            reply.top_p = []
-        if ask.sampling_mask and config.dialect.release >= (0, 5, 16):
-            reply.sampling_mask, reply.sampling_logprobs = [], []
-        return reply
+    @abstractmethod
+    def _ends(self) -> Collection[int]:
+        """Give the tokens that end it."""
+
+    @abstractmethod
+    def _open_text(self) -> Text:
+        """Give the text, empty."""
+
+    @abstractmethod
+    def _open_reply(self) -> Reply:
+        """Give the reply without any token, with a list for whatever is told of each."""
+
+    @abstractmethod
+    def _open_writer(self) -> Writer:
+        """Give the writer of the reply."""
+
+    @abstractmethod
+    def _take(self, token: int) -> Finish | None:
+        """Let a token that was just sampled into the text, and say whether it is the last one."""
+
+    @abstractmethod
+    def _add_experts(self) -> None:
+        """Put the routed experts into a reply that has all of its tokens, if they are told."""
+
+    @abstractmethod
+    def _text_of(self, token: int) -> str:
+        """Give what is told as the text of a token that is in the text already."""
+
+    @abstractmethod
+    def _is_due(self, n: int) -> bool:
+        """Say whether the frontend learns of so many tokens now."""
+
+    @abstractmethod
+    def abort_now(self) -> None:
+        """End at once: without a step, and so without another token."""
+
+    @abstractmethod
+    def turn_away(self) -> None:
+        """End before the start, for want of room in the queue."""
+
+    @abstractmethod
+    def body(self, label: str) -> dict[str, Any]:
+        """Give the answer to a request that is not streamed; ``label`` is the engine's weight version now."""
+
+    def inspect(self) -> bool:
+        """Look at what the engine itself checks; what it refuses has ended then. Whether it may run."""
+        return True
 
     @property
     def rid(self) -> str:
-        """The id that the client, or the engine for it, gave."""
+        """The id of this request, which no other live one has."""
         return self.ask.rid
 
     @property
@@ -102,6 +146,11 @@ class Request:
     def told(self) -> bool:
         """Whether the last event was taken."""
         return self._told
+
+    @property
+    def refusal(self) -> tuple[int, str] | None:
+        """The status and the message, if it ended with a status."""
+        return self._failure
 
     def step(self, version: str) -> int:
         """Generate what one step of the engine gives, under these weights; the number of tokens that it gave."""
@@ -115,68 +164,38 @@ class Request:
         self._cut()
         return len(self.reply.token_ids) - before
 
-    def abort_in_queue(self) -> None:
-        """End at once: it does not run. What was sampled and not told yet is lost, as the frontend knows none of it."""
-        reply = self.reply
-        lists = (
-            *(reply.token_ids, reply.versions, reply.logprobs, reply.pieces, reply.logprob_texts, reply.top_logprobs),
-            *(reply.sampling_mask, reply.sampling_logprobs, reply.top_p),
-        )
-        for values in lists:
-            if values is not None:
-                del values[self._known :]
-        reply.finish, reply.in_queue = wire.aborted_in_queue(), True
-        self.notify()
-
-    def refuse(self, finish: wire.Finish, *, in_queue: bool = False) -> None:
-        """End before the start, by the scheduler's word."""
-        reply = self.reply
-        reply.finish, reply.in_queue = finish, in_queue
-        if not in_queue:
-            # The engine puts a dummy of one token in the place of a prompt that it refuses.
-            reply.prompt_tokens, reply.logprobs = 1, None
-        self.notify()
-
-    def fail(self, message: str) -> None:
-        """End with an error event, status 500."""
-        self._failure = message
+    def fail(self, message: str, status: int = 500) -> None:
+        """End with an error event."""
+        self._failure = status, message
         self.notify()
 
     def next_event(self, label: str) -> bytes | None:
         """Take the next event that is due, written as of now; None if there is none.
 
-        ``label`` is the engine's weight version now. The Python frontend joins all that waits into one event.
+        ``label`` is the engine's weight version now. The Python frontends join all that waits into one event.
         """
         self.reply.label = label
         if self._told:
             return None
         if self._failure is not None:
             self._told = True
-            return wire.error_event(self._config.dialect, self._failure, 500, self.reply.index)
-        finished, rust = self.reply.finish is not None, self._config.dialect.rust
-        if self._cuts and (rust or not finished):
+            return self._failure_event(*self._failure)
+        finished = self.reply.finish is not None
+        if self._cuts and (self._config.dialect.rust or not finished):
             return self._writer.event(self._cuts.popleft())
-        if finished:
-            self._told = True
-            return self._writer.terminal()
-        return None
+        if not finished:
+            return None
+        if self._ending is None:
+            self._ending = deque(self._writer.ending())
+        event = self._ending.popleft() if self._ending else None
+        self._told = not self._ending
+        return event
 
-    @property
-    def refusal(self) -> tuple[int, str] | None:
-        """The status and the message, if it ended with a status."""
-        if self._failure is not None:
-            return 500, self._failure
-        finish = self.reply.finish or {}
-        status = finish.get("status_code")
-        return None if status is None else (status, finish["message"])
-
-    def body(self, label: str) -> dict[str, Any]:
-        """Give the answer to a request that is not streamed."""
-        self.reply.label = label
-        return wire.whole(self.reply, self._config.dialect)
+    def _failure_event(self, status: int, message: str) -> bytes:
+        return self._config.dialect.error_event(message, status)
 
     def _sample(self, version: str) -> None:
-        reply, context, model = self.reply, self._context, self._model
+        ask, reply, context, model = self.ask, self.reply, self._context, self._model
         forbidden = self._stop_ids if len(reply.token_ids) < self._params.min_new_tokens else ()
         token = model.draw(context, self._salt, forbidden)
         context.push(token)
@@ -184,48 +203,29 @@ class Request:
         reply.token_ids.append(token)
         reply.versions.append(version)
         if reply.logprobs is not None:
-            reply.logprobs.append(None if position in self._null_logprobs else model.logprob(context.hash))
-        if reply.logprob_texts is not None:
-            reply.logprob_texts.append(self._tokenizer.decode([token], skip_special_tokens=False))
+            reply.logprobs.append(None if position in ask.null_logprobs_at else model.logprob(context.hash))
         if reply.top_logprobs is not None:
             reply.top_logprobs.append(self._top_logprobs(token))
         if reply.top_p is not None or reply.sampling_mask is not None:
             kept = [token] if self._params.greedy else model.kept(context.hash, token)
             if reply.top_p is not None:
                 reply.top_p.append(kept)
-            if reply.sampling_mask is not None and reply.sampling_logprobs is not None:
+            if reply.sampling_mask is not None:
                 reply.sampling_mask.append(kept)
+            if reply.sampling_logprobs is not None:
                 reply.sampling_logprobs.append(model.logprob(context.hash))
         if reply.pieces is not None:
             reply.pieces.append("")
-        self._settle(token)
-
-    def _settle(self, token: int) -> None:
-        """See whether this token is the last one, and let it into the text."""
-        reply, text, params = self.reply, self._text, self._params
-        ends_it = token in self._stop_ids
-        aborted, full = self.aborting, len(reply.token_ids) >= self._budget
-        if not ends_it or aborted or full or params.no_stop_trim:
-            text.push(token)
-        if aborted:
-            reply.finish = wire.aborted()
-        elif full:
-            reply.finish = wire.length(self._budget)
-        elif ends_it:
-            reply.finish = wire.stopped(token)
-        elif text.matched is not None:
-            reply.finish = wire.stopped(text.matched)
-            text.trim(text.matched)
-        if reply.finish is not None:
-            text.close()
+        finish = self._take(token)
+        if reply.logprob_texts is not None:
+            reply.logprob_texts.append(self._text_of(token))
+        if finish is not None:
+            reply.finish = finish
+            self._text.close()
             self._add_experts()
 
     def _finish_without_tokens(self) -> None:
-        reply = self.reply
-        if reply.logprobs is not None:
-            token = self._model.draw(self._context, self._salt)
-            reply.spare_pair = (self._model.logprob(self._model.read([*self.ask.prompt, token]).hash), token)
-        reply.finish = wire.length(0)
+        self.reply.finish = length(0)
         self._add_experts()
 
     def _cut(self) -> None:
@@ -236,110 +236,18 @@ class Request:
         if self.reply.pieces is not None and n > self._known:
             self.reply.pieces[n - 1] = self._text.take()
         self._known = n
-        if not self._config.dialect.rust or not self._config.dialect.incremental:
+        if not self._sends_each_delta:
             self._cuts.clear()
         if self.ask.stream and not finished:
             self._cuts.append(n)
-        if len(self._cuts) > MOST_WAITING_EVENTS:
-            self._cuts.clear()
-            self.fail("response truncated before completion")
         self.notify()
 
-    def _is_due(self, n: int) -> bool:
-        interval = self._params.stream_interval or self._config.stream_interval
-        if not self.ask.stream:
-            interval = INTERVAL_UNSTREAMED
-        if self._config.dialect.release >= (0, 5, 22):
-            return self._known == 0 or n - self._known >= interval
-        return interval == 1 or n % interval == 1
+    @property
+    def _sends_each_delta(self) -> bool:
+        """Whether the frontend sends what the engine hands on, event by event, however slow the reader is."""
+        return self._config.dialect.rust
 
-    def _add_experts(self) -> None:
-        ask, config = self.ask, self._config
-        if not ask.experts or config.num_layers == 0:
-            return
-        # Old releases took the start for granted and gave all rows.
-        start = ask.experts_start if config.dialect.release >= (0, 5, 12) else 0
-        tokens = ask.prompt + self.reply.token_ids
-        # The last token was sampled and never went through the model: it has no row.
-        rows = self._model.experts(self._model.hashes(tokens[:-1])[start:])
-        self.reply.routed_experts = rows.astype(EXPERTS_DTYPES[ask.experts_dtype]).tobytes()
-
-    def _input_logprobs(self, start: int) -> list[tuple[float | None, int]]:
-        prompt, hashes = self.ask.prompt, self._model.hashes(self.ask.prompt)
-        rest = ((self._model.logprob(int(hashes[i])), prompt[i]) for i in range(start + 1, len(prompt)))
-        # Nothing stands before the first one that could have predicted it.
-        return [(None, prompt[start]), *rest]
-
-    def _top_logprobs(self, token: int) -> list[tuple[float, int]]:
+    def _top_logprobs(self, token: int) -> list[tuple[float | None, int]]:
         first = self._model.logprob(self._context.hash)
         size = self._tokenizer.vocab_size
         return [(first - i, (token + i) % size) for i in range(self.ask.top_logprobs)]
-
-
-class _Text:
-    """The text of one request: decoded token by token, held back where more tokens could change what is seen."""
-
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._no_stop_trim = params.no_stop_trim
-        self._stops = params.stop
-        self._seen = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._raw = Detokenizer(tokenizer, skip_special_tokens=False)  # stop strings may lie in special tokens
-        self._span = ""  # decoded since the last cut
-        self._tail = ""  # as long as a stop string could reach back
-        self._reach = max(map(len, self._stops), default=1) - 1
-        self._closed = False
-        self.matched: str | None = None
-
-    def push(self, token: int) -> None:
-        """Add the text of one token."""
-        self._span += self._seen.push(token)
-        if self._stops:
-            tail = self._tail + self._raw.push(token)
-            self.matched = next((stop for stop in self._stops if stop in tail), None)
-            self._tail = tail[len(tail) - self._reach :] if self._reach else ""
-
-    @property
-    def withheld(self) -> bool:
-        """Whether the text ends in what may become a stop string."""
-        return any(self._tail.endswith(stop[:k]) for stop in self._stops for k in range(1, len(stop)))
-
-    def trim(self, stop: str) -> None:
-        """Cut the text at a stop string, or behind it."""
-        found = self._span.find(stop)
-        if found >= 0:
-            self._span = self._span[: found + len(stop) if self._no_stop_trim else found]
-
-    def close(self) -> None:
-        """Take note that the last token is in: nothing is held back any more."""
-        self._span += self._seen.flush()
-        self._closed = True
-
-    def take(self) -> str:
-        """Give what may be seen of the text since the last time."""
-        # An incomplete character decodes to U+FFFD. Of a text that ends so the engine shows the words before.
-        span = self._span + (_REPLACEMENT if self._seen.pending else "")
-        end = len(self._span)
-        if span.endswith(_REPLACEMENT) and not self._closed:
-            end = len(span) - 1 if _is_cjk(span[-2:-1]) else span.rfind(" ") + 1
-        self._span, shown = self._span[end:], self._span[:end]
-        return shown
-
-
-def _is_cjk(character: str) -> bool:
-    return any(first <= character <= last for first, last in _CJK)
-
-
-def undisturbed(
-    config: Config, input_ids: Sequence[int], sampling_params: dict[str, Any] | None = None, **body: object
-) -> wire.Reply:
-    """Generate by itself, without HTTP or a clock: what any cut and resumed generation has to equal.
-
-    ``body`` has further keys of the request's body. Raises InvalidRequest.
-    """
-    given = {"input_ids": list(input_ids), "sampling_params": sampling_params or {}, "stream": True, **body}
-    config = replace(config, frontend="python")
-    (ask,) = read_asks(given, config)
-    request = Request(ask, config)
-    while not request.done:
-        request.step(config.weight_version)
-    return request.reply

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from streamfold.loopback import wire
-from streamfold.loopback.params import InvalidRequest, read_asks
-from streamfold.loopback.request import Request
+from streamfold.loopback.ask import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from streamfold.loopback.config import Config
+    from streamfold.loopback.request import Milestone, Request
 
-__all__ = ["PAUSE_MODES", "Scheduler"]
+__all__ = ["Scheduler"]
 
-PAUSE_MODES = ("abort", "retract", "in_place")
+# How long a request that is to be aborted in the queue is there: enough to tell the client what it had.
+RETRACTED_SECONDS = 0.01
 
 
 class Scheduler:
@@ -32,17 +33,19 @@ class Scheduler:
         self.weight_version = config.weight_version
         self.requests = 0  # ever accepted
         self.tokens = 0  # ever generated
-        self.aborts: deque[str] = deque(maxlen=config.keep_requests)  # rids as they were sent; "*" for all
-        self.leavers: deque[str] = deque(maxlen=config.keep_requests)  # rids whose client left
+        self.aborts: deque[str] = deque(maxlen=config.keep_requests)  # ids as they were sent; "*" for all
+        self.leavers: deque[str] = deque(maxlen=config.keep_requests)  # ids, as they are told, whose client left
         self.failure: BaseException | None = None  # what ended the task
         self._running: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
-        self._frozen = False  # no steps: paused by retract or in_place
-        self._open = asyncio.Event()  # new requests come in; not while paused
+        self._held = False  # nobody leaves the queue: paused
+        self._frozen = False  # no steps either
+        self._open = asyncio.Event()  # new requests come in
         self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drained = asyncio.Event()  # nothing runs
+        self._drained.set()
         self._wake = asyncio.Event()
+        self._abort_all_at = -math.inf
 
     @property
     def running(self) -> int:
@@ -59,65 +62,118 @@ class Scheduler:
         """Tokens, prompts included, that the running requests hold."""
         return sum(len(r.ask.prompt) + len(r.reply.token_ids) for r in self._running.values())
 
-    def submit(self, body: Mapping[str, Any], notify: Callable[[], None]) -> list[Request]:
-        """Take in what a checked body asks for. Raises InvalidRequest, and then takes in nothing of it."""
-        asks = read_asks(body, self.config)
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another request, not even in the queue."""
+        most = self.config.max_queued_requests
+        return most is not None and self.waiting >= most and not self._has_room
+
+    @property
+    def live(self) -> list[Request]:
+        """All requests that have not ended, those in the queue first."""
+        return [*self._waiting.values(), *self._running.values()]
+
+    def is_live(self, rid: str) -> bool:
+        """Whether there is a request of this id."""
+        return rid in self._running or rid in self._waiting
+
+    def submit(self, requests: Sequence[Request], milestones: Sequence[Milestone] = ()) -> None:
+        """Take requests in; ``milestones`` are what is to happen to each of them on its way.
+
+        Raises InvalidRequest if an id is not theirs alone, and then takes in none of them.
+        """
         seen: set[str] = set()
-        for ask in asks:
-            if ask.rid in seen or ask.rid in self._running or ask.rid in self._waiting:
-                msg = f"Duplicate request ID detected: {ask.rid}"
-                raise InvalidRequest(msg)
-            seen.add(ask.rid)
-        requests = [Request(ask, self.config, notify=notify) for ask in asks]
         for request in requests:
+            if request.rid in seen or self.is_live(request.rid):
+                msg = f"Duplicate request ID detected: {request.rid}"
+                raise InvalidRequest(msg)
+            seen.add(request.rid)
+        for request in requests:
+            request.milestones = sorted(milestones, key=lambda milestone: milestone[0])
             self._enqueue(request)
-        return requests
 
     def _enqueue(self, request: Request) -> None:
-        ask, most = request.ask, self.config.max_queued_requests
-        prompt_len = len(ask.prompt)
         self.requests += 1
-        if ask.logprobs and ask.logprob_start > prompt_len:
-            request.refuse(
-                wire.refused(f"logprob_start_len ({ask.logprob_start}) is beyond the prompt ({prompt_len}).")
-            )
-        elif ask.experts and not 0 <= ask.experts_start <= prompt_len:
-            request.refuse(wire.refused(f"routed_experts_start_len ({ask.experts_start}) is not in [0, {prompt_len}]."))
-        elif most is not None and self.waiting >= most and not self._has_room:
-            request.refuse(wire.queue_full(), in_queue=True)
+        if not request.inspect():
+            return
+        if self.full:
+            request.turn_away()
         else:
             self._waiting[request.rid] = request
-            self._idle.clear()
+            self._reach(request)
             self._admit()
             self._wake.set()
 
-    def abort(self, rid: str) -> None:
-        """Abort the request of this id, and with it every other one whose id begins so, as the engine does.
+    @staticmethod
+    def _reach(request: Request) -> None:
+        """Do what was to be done when the request has as many tokens as it has now."""
+        while request.milestones and not request.done and request.milestones[0][0] <= len(request.reply.token_ids):
+            _, act = request.milestones.pop(0)
+            act(request)
 
-        An id that is not live, or is empty, means nothing.
-        """
-        self.aborts.append(rid)
-        if rid in self._running or rid in self._waiting:
-            self._abort(prefix=rid)
+    def abort(self, asked: str, requests: Iterable[Request], *, at_once: bool = False) -> None:
+        """Abort some requests; ``asked`` is the id that came, as it is remembered."""
+        self.aborts.append(asked)
+        for request in requests:
+            self.abort_request(request, at_once=at_once)
 
-    def abort_all(self) -> None:
+    def abort_all(self, *, at_once: bool = False) -> None:
         """Abort every request that was taken in."""
-        self.aborts.append("*")
-        self._abort(prefix="")
+        self._abort_all_at = asyncio.get_running_loop().time()
+        self.abort("*", self.live, at_once=at_once)
 
-    def _abort(self, prefix: str) -> None:
-        for request in [r for rid, r in self._waiting.items() if rid.startswith(prefix)]:
+    @property
+    def since_abort_all(self) -> float:
+        """Seconds since all requests were aborted."""
+        return asyncio.get_running_loop().time() - self._abort_all_at
+
+    def abort_request(self, request: Request, *, at_once: bool = False) -> None:
+        """Abort one request. If it runs and need not end ``at_once``, one more token comes."""
+        if request.done:
+            return
+        if at_once or self._waiting.get(request.rid) is request:
             self._forget(request)
-            request.abort_in_queue()
-        for rid, request in self._running.items():
-            if rid.startswith(prefix):
-                # It takes effect with a step, which samples one more token.
-                request.aborting = True
+            request.abort_now()
+        else:
+            # It takes effect with a step, which samples one more token.
+            request.aborting = True
+            self._wake.set()
+
+    def retract_and_abort(self, request: Request) -> None:
+        """Send a running request back to the queue, and abort it there a little later."""
+        if self._running.pop(request.rid, None) is not None:
+            self._waiting[request.rid] = request
+            self._note_drained()
+        request.reply.retractions += 1
+        request.parked = True
+        asyncio.get_running_loop().call_later(RETRACTED_SECONDS, self.abort_request, request)
+
+    def turn_away(self, request: Request) -> None:
+        """Refuse a request as if the queue were full."""
+        self._forget(request)
+        request.turn_away()
+
+    def park(self, request: Request, seconds: float | None) -> None:
+        """Leave a request in the queue, for ever if None, or until it is aborted or all requests go on."""
+        request.parked = True
+        if seconds is not None:
+            asyncio.get_running_loop().call_later(seconds, self._unpark, request)
+
+    def _unpark(self, request: Request) -> None:
+        request.parked = False
+        self._admit()
         self._wake.set()
+
+    def die(self) -> None:
+        """Lose all requests and all state, as a process does that is killed and started again."""
+        for request in self.live:
+            self._forget(request)
+        self.weight_version = self.config.weight_version
+        self.resume()
 
     def leave(self, request: Request) -> None:
         """Take note that the client of a request has left."""
-        self.leavers.append(request.rid)
+        self.leavers.append(request.reply.rid)
         delay = self.config.leave_delay
         if delay == 0:
             self._forget(request)
@@ -129,30 +185,50 @@ class Scheduler:
             # The id may belong to a later request by now.
             if place.get(request.rid) is request:
                 del place[request.rid]
-        if not self._running and not self._waiting:
-            self._idle.set()
+        self._note_drained()
         self._wake.set()
 
-    async def pause(self, mode: str) -> None:
-        """Stop taking in requests, and stop the others in one of ``PAUSE_MODES``; "abort" waits for their end."""
+    def _note_drained(self) -> None:
+        if self._running:
+            self._drained.clear()
+        else:
+            self._drained.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests are held back."""
+        return self._held
+
+    def shut(self) -> None:
+        """Take in no requests until :meth:`resume`: who asks waits in :meth:`opened`."""
         self._open.clear()
-        if mode == "abort":
-            self._frozen = False
+
+    def freeze(self) -> None:
+        """Let no request start and no running one take a step until :meth:`resume`."""
+        self._held = self._frozen = True
+
+    async def drain(self, *, abort: bool) -> None:
+        """Let no request start until :meth:`resume`, and wait until none runs; ``abort`` has all of them end now."""
+        self._held, self._frozen = True, False
+        if abort:
             self.abort_all()
-            await self._idle.wait()
-            return
-        self._frozen = True
-        if mode == "retract":
-            for request in self._running.values():
-                request.reply.retractions += 1
-            # To the front of the queue: they go on first.
-            self._waiting = {**self._running, **self._waiting}
-            self._running = {}
+        self._wake.set()
+        await self._drained.wait()
+
+    def retract(self) -> None:
+        """Send all running requests back to the queue, to its front: they go on first."""
+        for request in self._running.values():
+            request.reply.retractions += 1
+        self._waiting = {**self._running, **self._waiting}
+        self._running = {}
+        self._note_drained()
 
     def resume(self) -> None:
-        """Undo :meth:`pause`."""
-        self._frozen = False
+        """Undo :meth:`shut`, :meth:`freeze` and :meth:`drain`."""
+        self._held = self._frozen = False
         self._open.set()
+        for request in self._waiting.values():
+            request.parked = False
         self._admit()
         self._wake.set()
 
@@ -174,7 +250,7 @@ class Scheduler:
     def _stopped(self, task: asyncio.Task[None]) -> None:
         # Without the task nothing would ever end: nobody shall wait for that.
         self.failure = None if task.cancelled() else task.exception()
-        for request in (*self._running.values(), *self._waiting.values()):
+        for request in self.live:
             request.fail("the engine was stopped" if self.failure is None else f"the engine died: {self.failure!r}")
 
     async def run(self) -> None:
@@ -202,6 +278,7 @@ class Scheduler:
         for request in ready:
             request.prefilling = False
             self.tokens += request.step(self.weight_version)
+            self._reach(request)
             if request.done:
                 self._forget(request)
         self._admit()
@@ -228,12 +305,15 @@ class Scheduler:
 
     @property
     def _has_room(self) -> bool:
-        return len(self._running) < self.config.max_running_requests and not self._frozen
+        return len(self._running) < self.config.max_running_requests and not self._held
 
     def _admit(self) -> None:
-        while self._waiting and self._has_room:
-            rid, request = next(iter(self._waiting.items()))
-            del self._waiting[rid]
-            self._running[rid] = request
+        while self._has_room:
+            request = next((request for request in self._waiting.values() if not request.parked), None)
+            if request is None:
+                return
+            del self._waiting[request.rid]
+            self._running[request.rid] = request
+            self._drained.clear()
             request.prefilling = True
             request.ready_at = asyncio.get_running_loop().time() + self.config.prefill_delay

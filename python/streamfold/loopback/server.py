@@ -1,45 +1,38 @@
-"""Runs the engine on a real socket: in the background for tests and demos, in the foreground for the command line."""
+"""The engine on a real socket: in the background for tests and demos, in the foreground for the command line."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import socket
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from streamfold.loopback.app import Engine, SeenRequest, create_app
+from streamfold.loopback.answer import hang_up
+from streamfold.loopback.app import create_app
 from streamfold.loopback.config import Config
-from streamfold.loopback.request import undisturbed
+from streamfold.loopback.engine import Engine, SeenRequest
+from streamfold.loopback.injector import Injector
+from streamfold.loopback.serving import Background, Server, listen
+from streamfold.loopback.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import FrameType
 
     from typing_extensions import Self
 
-    from streamfold.loopback.wire import Reply
+    from streamfold.loopback.answer import Ending
+    from streamfold.loopback.faults import Faults
+    from streamfold.loopback.reply import Reply
 
 __all__ = ["Loopback", "Stats", "serve"]
-
-T = TypeVar("T")
-
-# How long a connection has at the end for what was written to it.
-CLOSING_SECONDS = 0.2
-_LOGGER = logging.getLogger("streamfold.loopback")
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine has seen up to now. ``aborts`` and ``leavers`` are rids, the last ``keep_requests`` of them.
+    """What an engine has seen up to now. ``aborts`` and ``leavers`` are ids, the last ``keep_requests`` of them.
 
-    ``aborts`` are those that clients asked for, ``"*"`` for all; ``leavers`` those whose client left before the end.
+    ``aborts`` are those that clients asked for, ``"*"`` for all; ``leavers`` those whose client left before the end,
+    as the engine tells them (vLLM's Python frontend: ``generate-tokens-`` and what the client has sent).
     """
 
     running: int
@@ -52,108 +45,65 @@ class Stats:
     open_connections: int
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with an end that is prompt, and connections that are counted."""
+class _Server(Server):
+    """The server of one engine: it can stop to listen for a time, and die."""
 
-    def __init__(self, engine: Engine, sock: socket.socket) -> None:
-        self.connections = 0
+    def __init__(self, engine: Engine, host: str, port: int) -> None:
+        config = engine.config
         self.engine = engine
-        self.url = _url(sock)
-        self._sock = sock
-        self._exit = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: Callable[[], None] = lambda: None
-        config = uvicorn.Config(
+        self._listening = True
+        self._return: asyncio.Task[None] | None = None
+        super().__init__(
             create_app(engine),
-            http=self._protocol_class(),
-            ws="none",
-            lifespan="off",  # it is begun and ended below, where a failure is seen
-            log_config=None,
-            access_log=True,  # False would silence uvicorn for the whole process; the protocol below writes none
-            server_header=not engine.config.dialect.rust,
-            timeout_keep_alive=5,
+            listen(host, port, send_buffer=config.send_buffer),
+            lifespan=engine.scheduler.lifespan,
+            server_header=not config.dialect.rust,
         )
-        super().__init__(config)
+        engine.listener = self
 
-    def _protocol_class(self) -> type[H11Protocol]:
-        server = self
+    def stop_listening(self, seconds: float | None) -> None:
+        """Refuse connects for so many seconds, or for good; whoever asks last decides."""
+        if self._listening:
+            self._listening = False
+            # A connection that is being taken in needs its server for one more turn of the loop.
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock)
+            loop.call_soon(self._close_listeners)
+        if self._return is not None:
+            self._return.cancel()
+        self._return = None if seconds is None else asyncio.create_task(self._listen_again(seconds))
 
-        class Protocol(H11Protocol):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # uvicorn's own affair
-                super().__init__(*args, **kwargs)
-                self.logger = _LOGGER
-                self.access_log = False
-
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-                server.connections += 1
-                super().connection_made(transport)
-
-        return Protocol
-
-    @property
-    def open_connections(self) -> int:
-        return len(self.server_state.connections)
-
-    async def run_until_stopped(self, ready: Callable[[], None]) -> None:
-        """Serve until :meth:`stop`; call ``ready`` when requests are taken."""
-        self._loop = asyncio.get_running_loop()
-        self._ready = ready
-        with self._sock:
-            async with self.engine.scheduler.lifespan():
-                await self.serve(sockets=[self._sock])
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        # As uvicorn does, without a word to its log.
-        self.config.load()
-        self.lifespan = self.config.lifespan_class(self.config)
-        with self.capture_signals():
-            await self.startup(sockets)
-            await self.main_loop()
-            await self.shutdown(sockets)
-
-    def stop(self) -> None:
-        """End the service, from any thread or signal handler."""
-        self.should_exit = True
-        self.call_soon(self._exit.set)
-
-    def call_soon(self, call: Callable[[], object]) -> bool:
-        """Have something done by the server's loop; whether there still is one."""
-        if self._loop is None:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # it is closed
-            return False
-        return True
-
-    async def main_loop(self) -> None:
-        ended = await self.on_tick(0)
-        self._ready()
-        while not ended:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._exit.wait(), timeout=1)
-            ended = await self.on_tick(0)  # which also renews the date header
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    def _close_listeners(self) -> None:
+        address = self._sock.getsockname()
         for server in self.servers:
             server.close()
-        for sock in sockets or []:
-            sock.close()
-        state = self.server_state
-        # Streams are cut where they are, without a last chunk; who does not read in time is cut off.
-        for connection in list(state.connections):
-            connection.transport.close()
-        if state.tasks:
-            await asyncio.wait(set(state.tasks), timeout=CLOSING_SECONDS)
-        for connection in list(state.connections):
-            connection.transport.abort()
-        await asyncio.sleep(0)  # connections learn of their end
-        if state.tasks:
-            await asyncio.wait(set(state.tasks), timeout=CLOSING_SECONDS)
+        self._sock.close()
+        # While an address is bound and nobody listens, connects are refused, and nobody else can take it.
+        self._sock = socket.socket(self._sock.family)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.engine.config.send_buffer is not None:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.engine.config.send_buffer)
+        self._sock.bind(address)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # the signature is uvicorn's
-        # uvicorn would raise the signal once more at the end: here Ctrl-C is the way to end it, not an error.
-        self.stop()
+    async def _listen_again(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self.startup([self._sock])
+        self._listening = True
+
+    def die(self, seconds: float | None, how: Ending) -> None:
+        """Have the worker die: no listening for so many seconds, no connection left, no request left."""
+        self.stop_listening(seconds)
+        self.engine.scheduler.die()
+        for connection in list(self.server_state.connections):
+            hang_up(connection.transport, how)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End it, whether it listens or not."""
+        if self._return is not None:
+            self._return.cancel()
+            await asyncio.wait({self._return})
+        await super().shutdown(sockets)
+        self._sock.close()
 
 
 class Loopback:
@@ -164,7 +114,8 @@ class Loopback:
         with Loopback(token_rate=50, incremental=True) as engine:
             httpx.post(f"{engine.url}/generate", json={"text": " a story", "stream": False})
 
-    Takes a :class:`Config`, or its fields by name; ``host`` is 127.0.0.1 or ::1, ``port`` 0 any free one.
+    With ``engine="vllm"`` it is vLLM's ``/inference/v1/generate``. Takes a :class:`Config`, or its fields by name;
+    ``host`` is 127.0.0.1 or ::1, ``port`` 0 any free one.
     """
 
     def __init__(
@@ -182,74 +133,68 @@ class Loopback:
         self.tokenizer = self.config.tokenizer
         self._host, self._port = host, port
         self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._background: Background | None = None
 
     def __enter__(self) -> Self:
         """Start it; requests are taken when this returns."""
-        self._failure = None
-        server = _Server(Engine(self.config), _listen(self._host, self._port, self.config))
-        ready = threading.Event()
-        self._server = server
-        self._thread = threading.Thread(target=self._run, args=(server, ready), name="streamfold-loopback", daemon=True)
-        self._thread.start()
-        ready.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._server = _Server(Engine(self.config), self._host, self._port)
+        self._background = Background(self._server)
+        self._background.start()
         return self
 
     def __exit__(self, *_exception: object) -> None:
         """End it: streams are cut, sockets closed, the thread joined. Raises what the engine died of, if it did."""
-        server = self._running_server
-        server.stop()
-        if self._thread is not None:
-            self._thread.join()
-        failure = self._failure or server.engine.scheduler.failure
+        background, server = self._running
+        background.stop()
+        failure = background.failure or server.engine.scheduler.failure
         if failure is not None:
             raise failure
-
-    def _run(self, server: _Server, ready: threading.Event) -> None:
-        try:
-            asyncio.run(server.run_until_stopped(ready.set))
-        except BaseException as failure:  # noqa: BLE001  # raised again where the caller is
-            self._failure = failure
-        finally:
-            ready.set()
 
     @property
     def url(self) -> str:
         """Where it is, base path included."""
-        return self._running_server.url + self.config.base_path
+        _, server = self._running
+        return server.url + self.config.base_path
 
     def stats(self) -> Stats:
         """Count, in one moment of the engine's loop; after the end: what it came to."""
-        server = self._running_server
-        return self._ask(lambda: _stats(server))
+        background, server = self._running
+        return background.ask(lambda: _stats(server))
+
+    @property
+    def faults(self) -> Injector:
+        """The faults at work: ``done`` counts them by kind. Set it to a script, or to None for no more of them."""
+        _, server = self._running
+        return server.engine.faults
+
+    @faults.setter
+    def faults(self, faults: Faults | None) -> None:
+        if faults is not None:
+            faults.check(self.config.engine, incremental=self.config.incremental)
+        background, server = self._running
+        injector = Injector(faults, self.config.engine)
+        background.ask(lambda: setattr(server.engine, "faults", injector))
 
     def seen(self) -> list[SeenRequest]:
         """Give the last HTTP requests, oldest first, at most ``keep_requests``."""
-        server = self._running_server
-        return self._ask(lambda: list(server.engine.seen))
+        background, server = self._running
+        return background.ask(lambda: list(server.engine.seen))
 
     def undisturbed(
         self, input_ids: Sequence[int], sampling_params: dict[str, Any] | None = None, **body: object
     ) -> Reply:
-        """Give what one undisturbed generation is; any cut and resumed one has to equal it."""
+        """Give what one undisturbed generation is; any cut and resumed one has to equal it.
+
+        Parameters and the ``body``'s further keys are named as on the engine's wire.
+        """
         return undisturbed(self.config, input_ids, sampling_params, **body)
 
     @property
-    def _running_server(self) -> _Server:
-        if self._server is None:
+    def _running(self) -> tuple[Background, _Server]:
+        if self._background is None or self._server is None:
             msg = "the engine runs only inside the with block"
             raise RuntimeError(msg)
-        return self._server
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Put a question to the engine's loop, whose data belongs to no other thread."""
-        answer: Future[T] = Future()
-        if not self._running_server.call_soon(lambda: answer.set_result(question())):
-            return question()
-        return answer.result(timeout=30)
+        return self._background, self._server
 
 
 def serve(
@@ -264,7 +209,7 @@ def serve(
     ``on_ready`` gets the URL when requests are taken. Raises OSError if the port is taken.
     """
     config = Config(**options)
-    server = _Server(Engine(config), _listen(host, port, config))
+    server = _Server(Engine(config), host, port)
     url = server.url + config.base_path
     asyncio.run(server.run_until_stopped(lambda: on_ready(url)))
 
@@ -281,18 +226,3 @@ def _stats(server: _Server) -> Stats:
         connections=server.connections,
         open_connections=server.open_connections,
     )
-
-
-def _listen(host: str, port: int, config: Config) -> socket.socket:
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.create_server((host, port), family=family, backlog=2048)
-    if config.send_buffer is not None:
-        # Connections inherit it.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.send_buffer)
-    return sock
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

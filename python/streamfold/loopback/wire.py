@@ -12,13 +12,14 @@ from __future__ import annotations
 import base64
 import itertools
 import time
-import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import orjson
+
+from streamfold.loopback.reply import DONE, Finish, Frame, Reply, length, shuffled, stopped, version_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +39,6 @@ __all__ = [
     "stream",
     "whole",
 ]
-
-DONE = b"data: [DONE]\n\n"
-
-Finish = dict[str, Any]
-Frame = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,52 +79,15 @@ class Dialect:
         """Whether the Rust frontend writes."""
         return self.frontend == "rust"
 
+    def error_event(self, message: str, code: int = 400) -> bytes:
+        """Write the event that tells of an error instead of tokens."""
+        return error_event(self, message, code)
 
-@dataclass(kw_only=True)
-class Reply:
-    """What one request has generated so far, and what else is told about it.
-
-    Lists have one entry per output token; a prefix of them is a legal earlier state. ``logprobs``, ``pieces`` (the text
-    of the first n tokens is ``"".join(pieces[:n])``), ``top_p`` and the like are None where the engine tells none.
-    """
-
-    rid: str = "00000000000000000000000000000000"
-    prompt_tokens: int = 1
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] | None = None
-    pieces: list[str] | None = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)  # weight version of each token; empty: all alike
-    label: str = "default"  # the engine's weight version now
-    finish: Finish | None = None
-    in_queue: bool = False  # aborted while queued or retracted: told by a frame of its own shape
-
-    input_logprobs: list[tuple[float | None, int]] | None = None  # of the prompt; told with ``logprobs`` only
-    logprob_texts: list[str] | None = None
-    top_logprobs: list[list[tuple[float, int]]] | None = None
-    spare_pair: tuple[float, int] | None = None  # the pair that comes with a request for no tokens at all
-    sampling_mask: list[list[int]] | None = None
-    sampling_logprobs: list[float] | None = None
-    custom: dict[str, list[Any]] = field(default_factory=dict)
-    # Told with the terminal event:
-    top_p: list[list[int]] | None = None
-    routed_experts: bytes | None = None  # little-endian ids, [rows, layers, top_k]
-
-    prompt_token_ids: list[int] | None = None
-    index: int | None = None
-    cached_tokens: int = 0
-    cached_tokens_details: dict[str, int] | None = None
-    retractions: int = 0
-    arrived: float = 0.0  # unix seconds
-
-
-def stopped(matched: int | str) -> Finish:
-    """Finish by a stop token or a stop string."""
-    return {"type": "stop", "matched": matched}
-
-
-def length(max_new_tokens: int) -> Finish:
-    """Finish by the budget."""
-    return {"type": "length", "length": max_new_tokens}
+    def http_error(self, message: str, status: int) -> Frame:
+        """Give the body of an answer with a status that is none of success."""
+        if self.rust:
+            return error_frame(self, message, status)
+        return {"object": "error", "message": message, "type": str(status), "param": None, "code": status}
 
 
 def aborted(message: str = "Aborted") -> Finish:
@@ -207,6 +166,10 @@ class Writer:
         """Write the event that brings the reply to so many tokens, and is not the last."""
         return self._write(self.frame(tokens))
 
+    def ending(self) -> list[bytes]:
+        """Write the last events."""
+        return [self.terminal()]
+
     def terminal(self) -> bytes:
         """Write the event with the finish reason; an error event where the Rust frontend makes one of it."""
         return self._write(self.terminal_frame())
@@ -255,7 +218,7 @@ class Writer:
 
     def _write(self, frame: Frame) -> bytes:
         if self._dialect.shuffle is not None:
-            frame = _shuffled(frame, b"%d/%d/" % (self._dialect.shuffle, self._events))
+            frame = shuffled(frame, b"%d/%d/" % (self._dialect.shuffle, self._events))
         return _event(frame)
 
     def _python_meta(self, part: slice, *, last: bool) -> Frame:
@@ -384,14 +347,7 @@ class Writer:
         return reply.label
 
     def _spans(self, tokens: int) -> list[Frame]:
-        reply = self.reply
-        versions: Iterable[str] = reply.versions[:tokens] or [reply.label] * tokens
-        spans, start = [], 0
-        for version, run in itertools.groupby(versions):
-            end = start + sum(1 for _ in run)
-            spans.append({"version": version, "start": start, "end": end})
-            start = end
-        return spans or [{"version": reply.label, "start": 0, "end": 0}]
+        return version_spans(self.reply, tokens) or [{"version": self.reply.label, "start": 0, "end": 0}]
 
     def _side_data(self) -> Frame:
         reply = self.reply
@@ -415,10 +371,3 @@ def _triples(pairs: Sequence[tuple[float | None, int]]) -> list[tuple[float | No
 
 def _int32(values: Iterable[int]) -> str:
     return base64.b64encode(np.fromiter(values, "<i4").tobytes()).decode()
-
-
-def _shuffled(value: Any, salt: bytes) -> Any:  # noqa: ANN401  # any JSON
-    if not isinstance(value, dict):
-        return value
-    keys = sorted(value, key=lambda key: zlib.crc32(salt + key.encode()))
-    return {key: _shuffled(value[key], salt) for key in keys}

@@ -1,0 +1,132 @@
+"""The keys of a rule: numbers, which may be drawn from a range, and words. Each knows what fits it.
+
+Each function gives the metadata of a dataclass field::
+
+    seconds: float | None = field(default=1.0, metadata=options.number(none=True))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+__all__ = ["Option", "anything", "choice", "count", "flag", "headers", "number", "numbers", "options", "text"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key: ``wanted`` says in words what ``fits`` lets through; ``draw`` makes one value of a range."""
+
+    wanted: str
+    fits: Callable[[Any], bool]
+    draw: Callable[[Any, random.Random], Any] = lambda value, _chance: value
+
+
+Metadata = dict[str, Option]
+
+
+def options(cls: type) -> dict[str, Option]:
+    """Give the options among the fields of a dataclass, by their names."""
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(cls) if "option" in f.metadata}
+
+
+def count(
+    least: int = 0, most: float = math.inf, *, none: bool = False, ranges: Literal["drawn", "kept", "refused"] = "drawn"
+) -> Metadata:
+    """A whole number, or a pair of them to draw one from; a range that is "kept" is the value itself."""
+
+    def draw(value: Any, chance: random.Random) -> Any:  # noqa: ANN401  # whatever fits
+        if not is_list(value) or ranges == "kept":
+            return value
+        return value[0] + math.floor(chance.random() * (value[1] + 1 - value[0]))
+
+    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+        return _is_whole(value) and least <= value <= most
+
+    span = _span(least, most)
+    return {"option": _ranged(Option(f"a whole number {span}", fits, draw), none=none, ranges=ranges != "refused")}
+
+
+def number(most: float = math.inf, *, none: bool = False, ranges: bool = True) -> Metadata:
+    """A number from 0 on, or a pair to draw one from."""
+
+    def draw(value: Any, chance: random.Random) -> Any:  # noqa: ANN401  # whatever fits
+        return value[0] + chance.random() * (value[1] - value[0]) if is_list(value) else value
+
+    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+        return (_is_whole(value) or isinstance(value, float)) and 0 <= value <= most
+
+    return {"option": _ranged(Option(f"a number {_span(0, most)}", fits, draw), none=none, ranges=ranges)}
+
+
+def numbers() -> Metadata:
+    """A whole number, or a list of any length."""
+
+    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+        return all(_is_whole(n) and n >= 0 for n in (value if is_list(value) else [value]))
+
+    return {"option": Option("a whole number from 0 on, or a list of them", fits)}
+
+
+def choice(*words: str) -> Metadata:
+    """One word of several."""
+    return {"option": Option(f"one of {', '.join(words)}", lambda value: value in words)}
+
+
+def flag() -> Metadata:
+    """A yes or no."""
+    return {"option": Option("true or false", lambda value: isinstance(value, bool))}
+
+
+def text(*, none: bool = False) -> Metadata:
+    """A string."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, str) or (none and value is None)
+
+    return {"option": Option(f"a string{' or null' if none else ''}", fits)}
+
+
+def headers() -> Metadata:
+    """The headers of an answer."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, dict) and all(isinstance(field, str) for field in value.values())
+
+    return {"option": Option('an object of strings, as in {"Retry-After": "1"}', fits)}
+
+
+def anything() -> Metadata:
+    """Any JSON."""
+    return {"option": Option("any JSON", lambda _value: True)}
+
+
+def is_list(value: object) -> bool:
+    """Whether a value is a list, from JSON or from Python."""
+    return isinstance(value, (list, tuple))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ranged(option: Option, *, none: bool, ranges: bool) -> Option:
+    """Let a pair through too, and null."""
+
+    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+        if is_list(value):
+            return ranges and len(value) == 2 and all(map(option.fits, value)) and value[0] <= value[1]
+        return none if value is None else option.fits(value)
+
+    wanted = option.wanted + (", or [least, most]" if ranges else "") + (", or null" if none else "")
+    return Option(wanted, fits, option.draw)
+
+
+def _span(least: float, most: float) -> str:
+    return f"from {least} {'on' if most == math.inf else f'to {most:g}'}"

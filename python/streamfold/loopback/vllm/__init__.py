@@ -1,0 +1,1 @@
+"""The engine's other tongue: vLLM's ``/inference/v1/generate`` and what belongs to it."""

@@ -1,0 +1,99 @@
+"""Writes replies as the events of ``/v1/completions`` with ``return_token_ids``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamfold.loopback.vllm.wire import LOWEST_LOGPROB, Dialect, Told, Writer
+
+if TYPE_CHECKING:
+    from streamfold.loopback.reply import Frame, Reply
+
+__all__ = ["CompletionWriter"]
+
+
+class CompletionWriter(Writer):
+    """Writes the events of one completion. Token ids come with those whose ``return_token_ids`` gave prompt ids.
+
+    Its id is the reply's without what tells several prompts of one body apart.
+    """
+
+    def __init__(self, reply: Reply, dialect: Dialect, told: Told, model: str, *, ids_as_text: bool = False) -> None:
+        super().__init__(reply, dialect, told)
+        self._model = model
+        self._ids_as_text = ids_as_text
+        self._created = int(self._clock())
+        self._offset = 0  # characters told
+
+    @property
+    def _is_dropped(self) -> bool:
+        return False
+
+    def whole(self, model: str) -> Frame:
+        """Give the body of a reply that is not streamed, as an object."""
+        choice = self._choice(slice(0, len(self.reply.token_ids)), last=True)
+        usage = self._usage(len(self.reply.token_ids), details=True)
+        frame = {**self._head, "model": model, "choices": [choice]}
+        return frame | {"system_fingerprint": self._fingerprint, "usage": usage}
+
+    def _frame(self, tokens: int, *, last: bool) -> Frame:
+        part = slice(self.sent, tokens)
+        self._events += 1
+        frame = {**self._head, "choices": [self._choice(part, last=last)]}
+        self.sent = tokens
+        if last:
+            frame["system_fingerprint"] = self._fingerprint
+        if self._told.continuous_usage:
+            frame["usage"] = self._usage(tokens, details=False)
+        return frame
+
+    def _usage_frame(self) -> Frame:
+        usage = self._usage(len(self.reply.token_ids), details=True)
+        return {**self._head, "choices": [], "system_fingerprint": self._fingerprint, "usage": usage}
+
+    @property
+    def _head(self) -> Frame:
+        rid = self.reply.rid.rpartition("-")[0]
+        return {"id": rid, "object": "text_completion", "created": self._created, "model": self._model}
+
+    @property
+    def _fingerprint(self) -> str:
+        return f"vllm-{self._dialect.version}-loopback"
+
+    def _choice(self, part: slice, *, last: bool) -> Frame:
+        reply = self.reply
+        finish = (reply.finish or {}) if last else {}
+        text = self._text(part)
+        return {
+            "index": 0,
+            "text": text,
+            "logprobs": self._logprobs(part),
+            "finish_reason": finish.get("type"),
+            "stop_reason": finish.get("matched"),
+            "prompt_token_ids": reply.prompt_token_ids if self._events <= 1 else None,
+            "token_ids": None if reply.prompt_token_ids is None else reply.token_ids[part],
+        }
+
+    def _logprobs(self, part: slice) -> Frame | None:
+        reply = self.reply
+        if reply.logprobs is None or reply.top_logprobs is None or reply.logprob_texts is None:
+            return None
+        offsets, names, tops = [], [], []
+        for i in range(part.start, part.stop):
+            row = reply.top_logprobs[i]
+            labels = [self._label(reply.logprob_texts[i], row[0][1])]
+            labels += [self._label(self._told.decode(token), token) for _, token in row[1:]]
+            offsets.append(self._offset)
+            names.append(labels[0])
+            # Keyed by text, so that candidates which read alike become one.
+            tops.append({label: _clamped(logprob) for label, (logprob, _) in zip(labels, row, strict=True)})
+            self._offset += len(labels[0])
+        told = [_clamped(logprob) for logprob in reply.logprobs[part]]
+        return {"text_offset": offsets, "token_logprobs": told, "tokens": names, "top_logprobs": tops}
+
+    def _label(self, text: str, token: int) -> str:
+        return f"token_id:{token}" if self._ids_as_text else text
+
+
+def _clamped(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
