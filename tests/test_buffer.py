@@ -7,13 +7,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from host.helpers import nowhere
 from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.utils.types import Sample as HostSample
 from streamfold.buffer import Buffer, Group
@@ -184,11 +185,7 @@ def test_a_negative_number_of_groups_is_refused() -> None:
 
 
 def test_a_data_source_of_a_host_is_a_source_and_the_buffer_has_the_names_of_one() -> None:
-    class Args:
-        prompt_data = ("a", "b")
-        n_samples_per_prompt = 2
-
-    theirs: Any = RolloutDataSourceWithBuffer(Args())  # type: ignore[arg-type]
+    theirs = RolloutDataSourceWithBuffer(nowhere(prompt_data=["a", "b"], n_samples_per_prompt=2))
 
     def source() -> Iterator[Group]:
         while drawn := theirs.get_samples(1):

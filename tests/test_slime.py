@@ -1,4 +1,4 @@
-"""What the slime adapter asks for, and when it does not ask."""
+"""What the adapters ask for, and when they do not ask."""
 
 from __future__ import annotations
 
@@ -10,47 +10,68 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from host import installed
+from host import engine, installed
 from host.slime.observability.trace_utils import spans
 from host.slime.rollout import sglang_rollout
 from host.slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from host.slime.utils.processing_utils import IMAGE_TOKENS
 from host.slime.utils.types import Sample
-from replay import DONE, PROMPT, Replay, event, events, stream, until
-from slime_calls import TEXT, TOP_P, Status, ask, assert_undisturbed, partial, sample_of, streaming
-from streamfold import hosts
+from host_calls import (
+    HOSTS,
+    PARAMS,
+    TEXT,
+    TOP_P,
+    Server,
+    Status,
+    ask,
+    asked,
+    assert_undisturbed,
+    event,
+    partial,
+    sample_of,
+    streaming,
+    whole,
+)
+from replay import DONE, PROMPT, stream, until
+from streamfold import hosts, slime, vime
 from streamfold.loopback import Loopback
-from streamfold.slime import generate_streaming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 BOTH_LOOPS = True
 
-WHOLE = stream(*events(3), DONE)
 
-
-@pytest.fixture(params=[True, False], ids=["newer", "older"])
-def host(request: pytest.FixtureRequest) -> Iterator[bool]:
-    with installed(new=request.param):
-        yield request.param
-
-
-@pytest.fixture
-def newer() -> Iterator[None]:
-    with installed():
+@pytest.fixture(params=[(name, new) for name in HOSTS for new in (True, False)], ids=str)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    name, new = request.param
+    with installed(name, new=new):
         yield
 
 
-def test_the_host_finds_a_generator_that_it_may_cancel() -> None:
-    assert inspect.iscoroutinefunction(generate_streaming)
-    assert vars(generate_streaming)["abort_mode"] == "request"
-    assert list(inspect.signature(generate_streaming).parameters) == [
+@pytest.fixture(params=HOSTS)
+def newer(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
+        yield
+
+
+@pytest.fixture(params=[True, False], ids=["newer", "older"])
+def slimes(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed("slime", new=request.param):
+        yield
+
+
+@pytest.mark.parametrize("module", [slime, vime], ids=HOSTS)
+def test_the_host_finds_a_generator_that_it_may_cancel(module: ModuleType) -> None:
+    assert inspect.iscoroutinefunction(module.generate_streaming)
+    assert vars(module.generate_streaming)["abort_mode"] == "request"
+    assert list(inspect.signature(module.generate_streaming).parameters) == [
         *("args", "sample", "sampling_params", "evaluation")
     ]
 
 
-async def test_a_first_call_asks_with_the_prompts_ids_and_everything_that_is_set(host: bool) -> None:
+async def test_a_first_call_asks_with_the_prompts_ids_and_everything_that_is_set(slimes: None) -> None:
     with Loopback(stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True, router_policy="consistent_hashing")
         params = {"max_new_tokens": 8, "temperature": 1.0, **TOP_P}
@@ -78,7 +99,7 @@ async def test_a_first_call_asks_with_the_prompts_ids_and_everything_that_is_set
 async def test_ids_that_the_host_keeps_for_itself_are_copied(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = list(PROMPT)
     monkeypatch.setattr(sglang_rollout, "_prepare_prompt_ids", lambda *_: kept)
-    async with Replay(stream(event([], 0, "abort"), DONE)) as server:
+    async with Server(stream(event([], 0, "abort"), DONE)) as server:
         sample = await ask(streaming(server), Sample(prompt="x"))
     assert sample.tokens == kept
     assert sample.tokens is not kept
@@ -87,18 +108,24 @@ async def test_ids_that_the_host_keeps_for_itself_are_copied(newer: None, monkey
     assert sample.tokens is not kept
 
 
-@pytest.mark.parametrize(("policy", "session"), [("consistent_hashing", None), ("round_robin", "mine"), (None, "mine")])
+@pytest.mark.parametrize(
+    ("policy", "session", "is_told"),
+    [("the host's", "mine", True), ("the host's", None, False), ("round_robin", "mine", False), (None, "mine", False)],
+)
 async def test_without_a_session_or_that_policy_there_is_no_routing_key(
-    newer: None, policy: str | None, session: str | None
+    newer: None, policy: str | None, session: str | None, is_told: bool
 ) -> None:
-    async with Replay(WHOLE) as server:
-        await ask(streaming(server, router_policy=policy), sample_of(session_id=session))
-    assert "x-smg-routing-key" not in server.generates[0].headers
+    name, header = engine.current().session
+    async with Server(whole()) as server:
+        await ask(
+            streaming(server, router_policy=name if policy == "the host's" else policy), sample_of(session_id=session)
+        )
+    assert server.generates[0].headers.get(header.lower()) == (session if is_told else None)
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(16, "uint8"), (256, "uint8"), (257, None), (None, None)])
 async def test_experts_are_asked_for_in_bytes_where_their_numbers_fit(
-    newer: None, count: int | None, dtype: str | None
+    slimes: None, count: int | None, dtype: str | None
 ) -> None:
     with Loopback(num_experts=count or 16, stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True)
@@ -121,11 +148,11 @@ async def test_a_resumed_call_asks_for_what_is_missing_with_all_tokens_as_its_pr
 ) -> None:
     reply = [event([20], 1, "length", prompt_tokens=3 + cut)]
     params = {"max_new_tokens": 8}
-    async with Replay(stream(*reply, DONE)) as server:
+    async with Server(stream(*reply, DONE)) as server:
         sample = await ask(streaming(server), partial(*range(1, cut + 1)), params)
-    body = server.generates[0].json
-    assert body["sampling_params"] == {"max_new_tokens": left}
-    assert body["input_ids"] == [*PROMPT, *range(1, cut + 1)]
+    (request,) = map(asked, server.generates)
+    assert request.budget == left
+    assert request.ids == [*PROMPT, *range(1, cut + 1)]
     assert params == {"max_new_tokens": 8}
     assert sample.tokens == [*PROMPT, *range(1, cut + 1), 20]
     assert sample.status is Status.TRUNCATED
@@ -133,7 +160,7 @@ async def test_a_resumed_call_asks_for_what_is_missing_with_all_tokens_as_its_pr
 
 @pytest.mark.parametrize("tokens", [(), (1, 2, 3, 4)], ids=["from the start", "used up"])
 async def test_without_a_budget_nothing_is_asked_and_the_sample_is_truncated(newer: None, tokens: tuple[int]) -> None:
-    async with Replay(WHOLE) as server:
+    async with Server(whole()) as server:
         sample = partial(*tokens)
         before = vars(sample) | {"status": Status.TRUNCATED}
         await ask(streaming(server), sample, {"max_new_tokens": len(tokens)})
@@ -143,7 +170,7 @@ async def test_without_a_budget_nothing_is_asked_and_the_sample_is_truncated(new
 
 async def test_more_tokens_than_the_budget_are_an_error(newer: None) -> None:
     sample = partial(1, 2, 3)
-    async with Replay(WHOLE) as server:
+    async with Server(whole()) as server:
         with pytest.raises(ValueError, match="max_new_tokens is 2, but the response has 3 tokens"):
             await ask(streaming(server), sample, {"max_new_tokens": 2})
         assert server.requests == []
@@ -152,21 +179,20 @@ async def test_more_tokens_than_the_budget_are_an_error(newer: None) -> None:
 async def test_siblings_share_their_parameters_and_none_changes_them(newer: None) -> None:
     shared: dict[str, Any] = {"max_new_tokens": 9, "custom_params": {"a": 1}, "stop": ["x"]}
     given = copy.deepcopy(shared)
-    async with Replay(
-        lambda request: stream(event([20], 1, "stop", prompt_tokens=len(request.json["input_ids"])))
-    ) as s:
+    async with Server(lambda request: stream(event([20], 1, "stop", prompt_tokens=len(asked(request).ids)))) as s:
         siblings = [partial(*range(n)) for n in range(4)]
         await asyncio.gather(*(ask(streaming(s), sample, shared) for sample in siblings))
-    assert sorted(request.json["sampling_params"]["max_new_tokens"] for request in s.generates) == [6, 7, 8, 9]
+    assert sorted(asked(request).budget or 0 for request in s.generates) == [6, 7, 8, 9]
     assert shared == given
 
 
 async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: None) -> None:
-    async with Replay(stream(event([20], 1, "stop", prompt_tokens=5))) as server:
+    async with Server(stream(event([20], 1, "stop", prompt_tokens=5))) as server:
         await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 6})
         await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 1})
-    asked = [request.json["sampling_params"] for request in server.generates]
-    assert asked == [{"max_new_tokens": 7, "min_new_tokens": 4}, {"max_new_tokens": 7, "min_new_tokens": 0}]
+    least = "min_new_tokens" if engine.current().name == "sglang" else "min_tokens"
+    assert [asked(request).params[least] for request in server.generates] == [4, 0]
+    assert [asked(request).budget for request in server.generates] == [7, 7]
 
 
 # What is refused before anything is asked.
@@ -182,7 +208,7 @@ async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: Non
         ({}, {"status": Status.FAILED}, "the sample is FAILED"),
         ({}, {"loss_mask": [1]}, "loss_mask has 1 entries, but response_length is 0"),
         ({"use_rollout_routing_replay": True, "num_layers": None}, {}, "num_layers"),
-        ({"sglang_model_routers": {"a": ("h", 1)}, "streamfold_model": "b"}, {}, "no router for the model 'b'.* has a"),
+        ({"model_routers": {"a": ("h", 1)}, "streamfold_model": "b"}, {}, "no router for the model 'b'.* has a"),
         ({"streamfold_concurrency": "many"}, {}, "streamfold_concurrency must be a number"),
         ({"streamfold_concurrency": None}, {}, "they need a limit"),
         ({"streamfold_timeout_first_token": -1}, {}, "first_token must be a number of seconds"),
@@ -191,7 +217,9 @@ async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: Non
 async def test_what_cannot_end_well_is_refused_before_anything_is_asked(
     newer: None, settings: dict[str, Any], fields: dict[str, Any], message: str
 ) -> None:
-    async with Replay(WHOLE) as server:
+    if "model_routers" in settings:
+        settings = {f"{engine.current().name}_model_routers": settings["model_routers"], **settings}
+    async with Server(whole()) as server:
         sample = sample_of(**fields)
         before = dict(vars(sample))
         with pytest.raises(ValueError, match=message):
@@ -200,26 +228,27 @@ async def test_what_cannot_end_well_is_refused_before_anything_is_asked(
     assert vars(sample) == before
 
 
-async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(newer: None) -> None:
-    async with Replay(WHOLE) as server:
+async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(slimes: None) -> None:
+    async with Server(whole()) as server:
         with pytest.raises(ValueError, match="ask for them always, or never"):
             await ask(streaming(server), partial(1), TOP_P)
         assert server.requests == []
 
 
-async def test_no_request_leaves_while_the_host_is_aborting(host: bool) -> None:
-    async with Replay(WHOLE) as server:
+async def test_no_request_leaves_while_the_host_is_aborting(host: None) -> None:
+    async with Server(whole()) as server:
         args = streaming(server)
         GenerateState(args).aborted = True
         assert (await ask(args, sample_of())).status is Status.ABORTED
         assert server.requests == []
 
 
-async def test_calls_that_wait_for_their_turn_do_not_begin_once_the_host_aborts(host: bool) -> None:
+async def test_calls_that_wait_for_their_turn_do_not_begin_once_the_host_aborts(host: None) -> None:
     """An older host's abort of a whole server would not know of them, and wait for their ends."""
     release = asyncio.Event()
-    running = [*WHOLE[:2], release, *WHOLE[2:]]
-    async with Replay(running) as server:
+    reply = whole()
+    running = [*reply[:2], release, *reply[2:]]
+    async with Server(running) as server:
         args = streaming(server, streamfold_concurrency=1)
         tasks = [asyncio.create_task(ask(args, sample_of())) for _ in range(3)]
         await until(lambda: server.generates)
@@ -234,9 +263,9 @@ async def test_calls_that_wait_for_their_turn_do_not_begin_once_the_host_aborts(
 
 
 async def test_a_named_model_is_asked_at_its_own_router(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Replay(WHOLE) as first, Replay(WHOLE) as second, Replay(WHOLE) as usual:
+    async with Server(whole()) as first, Server(whole()) as second, Server(whole()) as usual:
         routers = {"first": ("127.0.0.1", first.port), "second": ("127.0.0.1", second.port)}
-        args = streaming(usual, sglang_model_routers=routers)
+        args = streaming(usual, **{f"{engine.current().name}_model_routers": routers})
         await ask(args, sample_of())
         assert (len(usual.generates), len(first.generates), len(second.generates)) == (1, 0, 0)
         await ask(args, sample_of(metadata={"model_name": "second"}))
@@ -247,9 +276,9 @@ async def test_a_named_model_is_asked_at_its_own_router(newer: None, monkeypatch
 
 
 async def test_a_router_may_have_an_address_of_the_sixth_version(newer: None) -> None:
-    async with Replay(WHOLE, host="::1") as server:
+    async with Server(whole(), host="::1") as server:
         args = streaming(server)
-        args.sglang_router_ip = "::1"
+        setattr(args, f"{engine.current().name}_router_ip", "::1")
         assert (await ask(args, sample_of())).status is Status.COMPLETED
 
 
@@ -257,7 +286,7 @@ async def test_a_router_may_have_an_address_of_the_sixth_version(newer: None) ->
 
 
 @pytest.mark.parametrize("replay", [True, False], ids=["experts", "no experts"])
-async def test_images_go_with_the_text_at_first_and_with_all_ids_later(newer: None, replay: bool) -> None:
+async def test_images_go_with_the_text_at_first_and_with_all_ids_later(slimes: None, replay: bool) -> None:
     with Loopback(stop_probability=0, incremental=True) as engine:
         args = streaming(engine, use_rollout_routing_replay=replay)
         args.hf_checkpoint = f"loopback-vl/{engine.config.vocab_size}"
@@ -275,7 +304,7 @@ async def test_images_go_with_the_text_at_first_and_with_all_ids_later(newer: No
 
 
 async def test_images_need_a_prompt_of_text(newer: None) -> None:
-    async with Replay(WHOLE) as server:
+    async with Server(whole()) as server:
         sample = sample_of(prompt=[{"role": "user"}], multimodal_inputs={"images": [b"png"]})
         with pytest.raises(ValueError, match="beside images the prompt must be a str"):
             await ask(streaming(server), sample)
@@ -305,7 +334,7 @@ def test_attributes_win_over_variables_and_both_over_the_defaults(
 
 
 async def test_an_event_may_be_no_longer_than_is_set(newer: None) -> None:
-    async with Replay(WHOLE) as server:
+    async with Server(whole()) as server:
         with pytest.raises(ValueError, match="64 bytes"):
             await ask(streaming(server, streamfold_max_event_bytes=64), sample_of())
 
@@ -313,8 +342,8 @@ async def test_an_event_may_be_no_longer_than_is_set(newer: None) -> None:
 # Spans.
 
 
-async def test_each_call_is_a_span_of_the_host(host: bool) -> None:
-    async with Replay(WHOLE) as server:
+async def test_each_call_is_a_span_of_the_host(host: None) -> None:
+    async with Server(whole()) as server:
         sample = await ask(streaming(server), sample_of(), {"max_new_tokens": 8})
     (span,) = spans
     assert span.target is sample
@@ -323,22 +352,25 @@ async def test_each_call_is_a_span_of_the_host(host: bool) -> None:
     assert span.attrs["max_new_tokens"] == 8
     assert span.attrs["completion_tokens"] == 3
     assert span.attrs["finish_reason"] == "stop"
-    assert span.attrs["id"] == "r"
+    assert span.attrs["id"] == ("r" if engine.current().name == "sglang" else "generate-tokens-r7")
+    assert span.name == f"{engine.current().name}_generate"
 
 
 async def test_a_host_without_spans_does_without(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Replay(WHOLE) as server:
+    async with Server(whole()) as server:
         with monkeypatch.context() as patch:
-            for name in ("slime.observability.trace_utils", "slime.utils.trace_utils"):
-                patch.setitem(sys.modules, name, None)
+            for name in ("observability.trace_utils", "utils.trace_utils"):
+                patch.setitem(sys.modules, f"{engine.current().package}.{name}", None)
             assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
     assert spans == []
 
 
-async def test_an_evaluation_is_asked_for_in_the_same_way(host: bool) -> None:
-    async with Replay(WHOLE) as server:
+async def test_an_evaluation_is_asked_for_in_the_same_way(host: None) -> None:
+    async with Server(whole()) as server:
         args = streaming(server)
-        samples = [await generate_and_rm(args, sample_of(), {}, evaluation=evaluation) for evaluation in (True, False)]
-    bodies = [{**request.json, "rid": None} for request in server.generates]
+        samples = [
+            await generate_and_rm(args, sample_of(), PARAMS, evaluation=evaluation) for evaluation in (True, False)
+        ]
+    bodies = [{**request.json, "rid": None, "request_id": None} for request in server.generates]
     assert bodies[0] == bodies[1]
     assert [sample.reward for sample in samples] == [1.0, 1.0]

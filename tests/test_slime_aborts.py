@@ -1,4 +1,4 @@
-"""The slime adapter's calls are cut: by the host in either of its ways, or by anybody else."""
+"""The adapters' calls are cut: by the host in either of its ways, or by anybody else."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from host import installed
 from host.helpers import LIMIT, Rewards
 from host.slime.rollout.sglang_rollout import GenerateState, abort, generate_and_rm
 from host.slime.utils.types import Sample
-from replay import DONE, HANG, LAST_CHUNK, PROMPT, RUNNING, Replay, chunk, event, events, head, stream, until
-from slime_calls import (
+from host_calls import (
+    HOSTS,
+    PARAMS,
     TOP_P,
+    Server,
     Status,
+    adapter,
     aligned,
     arrived,
     ask,
+    asked,
     assert_undisturbed,
+    event,
+    events,
     partial,
     response_of,
+    running,
     sample_of,
     streaming,
+    text_of,
 )
+from replay import DONE, HANG, LAST_CHUNK, PROMPT, chunk, head, stream, until
 from streamfold.loopback import Loopback
-from streamfold.slime import generate_streaming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,15 +44,21 @@ if TYPE_CHECKING:
 BOTH_LOOPS = True
 
 
-@pytest.fixture
-def newer() -> Iterator[None]:
-    with installed():
+@pytest.fixture(params=HOSTS)
+def newer(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
+        yield
+
+
+@pytest.fixture(params=HOSTS)
+def older(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param, new=False):
         yield
 
 
 @pytest.fixture
-def older() -> Iterator[None]:
-    with installed(new=False):
+def slime() -> Iterator[None]:
+    with installed("slime"):
         yield
 
 
@@ -88,30 +102,29 @@ async def test_the_hosts_abort_keeps_every_token_and_the_next_call_goes_on(new: 
 
 
 async def test_the_hosts_cancel_keeps_the_prefix_and_closes_the_request(newer: None) -> None:
-    async with Replay(RUNNING) as server:
+    async with Server(running()) as server:
         sample = sample_of()
         (found,) = await host_aborts(
             streaming(server), sample, params={"max_new_tokens": 9}, when=lambda: arrived() == 2
         )
         assert found is sample
         await until(server.generates[0].peer_closed.is_set)
-        assert server.aborts == [server.generates[0].json["rid"]]
+        assert set(server.aborts) == {asked(server.generates[0]).rid}
     assert (sample.status, response_of(sample)) == (Status.ABORTED, [1, 2])
 
 
 async def test_a_retracted_request_that_a_server_abort_ends_keeps_the_last_prefix(older: None) -> None:
-    last = event([2], 2, {"type": "abort", "message": "Abort in waiting queue"})
-    async with Replay(stream(event([1], 1), last, DONE)) as server:
+    async with Server(stream(event([1], 1), event([2], 2, "abort"), DONE)) as server:
         sample = await ask(streaming(server), sample_of())
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
-async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_handed_in_again(newer: None) -> None:
+async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_handed_in_again(slime: None) -> None:
     """The host takes whatever it cancels for a partial sample; a stop is a stop all the same."""
     rewards = Rewards()
 
     def reply(request: Request) -> list[Any]:
-        rid = request.json["rid"]
+        rid = asked(request).rid
         return [
             head(),
             *map(chunk, [event([1], 1), event([2], 2)]),
@@ -120,7 +133,7 @@ async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_han
             LAST_CHUNK,
         ]
 
-    async with Replay(reply) as server:
+    async with Server(reply) as server:
         args = streaming(server, custom_rm_path=rewards, streamfold_drain=5)
         sample = sample_of()
         params = {"max_new_tokens": 9, "custom_params": {"return_top_p_token_ids": True}}  # so that it is waited for
@@ -139,9 +152,9 @@ async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_han
         ({}, True),
         ({"ignore_eos": True, "stop_token_ids": [2]}, False),
         ({"stop_token_ids": [2]}, True),
-        ({"stop": ["c"]}, True),
-        ({"stop": "bc"}, True),
-        ({"stop": ["d"]}, False),
+        ({"stop": [(2,)]}, True),
+        ({"stop": [(1, 2)]}, True),
+        ({"stop": [(3,)]}, False),
     ],
 )
 async def test_an_abort_that_comes_with_the_last_token_ends_the_response_all_the_same(
@@ -149,21 +162,22 @@ async def test_an_abort_that_comes_with_the_last_token_ends_the_response_all_the
 ) -> None:
     """An engine that aborts a request does not look whether its token would have stopped it; gone on with it grows."""
 
-    async with Replay() as server:
+    told = {**PARAMS, **params, "stop": [text_of(*ids) for ids in params.get("stop", ())]}
+    async with Server() as server:
         args = streaming(server)
         last = 2 if params else GenerateState(args).tokenizer.eos_token_id
-        server.routes["/generate"] = stream(event([1], 1), event([last], 2, "abort"), DONE)
-        sample = await ask(args, sample_of(), params)
+        server.reply(stream(event([1], 1), event([last], 2, "abort"), DONE))
+        sample = await ask(args, sample_of(), told)
         assert (response_of(sample), sample.status) == ([1, last], Status.ABORTED)
-        server.routes["/generate"] = stream(event([9], 1, "stop", prompt_tokens=5), DONE)
-        await ask(args, sample, params)
+        server.reply(stream(event([9], 1, "stop", prompt_tokens=5), DONE))
+        await ask(args, sample, told)
         assert len(server.generates) == (1 if ends else 2)
     assert (response_of(sample), sample.status) == ([1, last] if ends else [1, last, 9], Status.COMPLETED)
 
 
 async def test_the_note_of_a_finished_response_does_not_outlive_it(newer: None) -> None:
     sample = partial(1, 2, metadata={"streamfold_ended": {"at": 3, "as": "COMPLETED"}, "mine": 1})
-    async with Replay(stream(event([3], 1, "abort", prompt_tokens=5), DONE)) as server:
+    async with Server(stream(event([3], 1, "abort", prompt_tokens=5), DONE)) as server:
         await ask(streaming(server), sample)
         assert len(server.generates) == 1
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.ABORTED)
@@ -177,12 +191,11 @@ async def test_the_note_of_a_finished_response_does_not_outlive_it(newer: None) 
 @pytest.mark.parametrize("through_host", [True, False], ids=["through the host", "directly"])
 @pytest.mark.parametrize("moment", ["before headers", "between events"])
 async def test_a_cancel_of_others_propagates_and_keeps_what_came(newer: None, moment: str, through_host: bool) -> None:
-    steps = [HANG] if moment == "before headers" else RUNNING
-    async with Replay(steps) as server:
+    steps = [HANG] if moment == "before headers" else running()
+    async with Server(steps) as server:
         sample, args = sample_of(), streaming(server)
-        task: asyncio.Task[Any] = asyncio.create_task(
-            generate_and_rm(args, sample, {}) if through_host else generate_streaming(args, sample, {})
-        )
+        generate = generate_and_rm if through_host else adapter().generate_streaming
+        task: asyncio.Task[Any] = asyncio.create_task(generate(args, sample, PARAMS))
         await until(lambda: server.generates and (moment == "before headers" or arrived() == 2))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -191,24 +204,24 @@ async def test_a_cancel_of_others_propagates_and_keeps_what_came(newer: None, mo
         await until(server.generates[0].peer_closed.is_set)
         await until(lambda: server.open == 0)
         assert len(server.generates) == 1
-        assert set(server.aborts) == {server.generates[0].json["rid"]}
+        assert set(server.aborts) == {asked(server.generates[0]).rid}
     assert response_of(sample) == ([] if moment == "before headers" else [1, 2])
     assert (sample.status, sample.reward) == (Status.ABORTED, None)
 
 
 async def test_a_time_limit_of_the_callers_ends_in_their_own_error(newer: None) -> None:
-    async with Replay(RUNNING) as server:
+    async with Server(running()) as server:
         sample = sample_of()
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(generate_streaming(streaming(server), sample, {}), 0.1)
+            await asyncio.wait_for(adapter().generate_streaming(streaming(server), sample, PARAMS), 0.1)
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
 async def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_asks_nothing(newer: None) -> None:
-    async with Replay(RUNNING) as server:
+    async with Server(running()) as server:
         args = streaming(server, streamfold_concurrency=1)
         samples = [sample_of(), sample_of()]
-        tasks = [asyncio.create_task(generate_streaming(args, sample, {})) for sample in samples]
+        tasks = [asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS)) for sample in samples]
         await until(lambda: arrived() == 2)
         for task in reversed(tasks):
             task.cancel()
@@ -219,11 +232,11 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_asks_nothing
     assert samples[1].tokens == PROMPT
 
 
-async def test_a_second_cancel_ends_the_wait_for_side_data(newer: None) -> None:
-    async with Replay(RUNNING) as server:
+async def test_a_second_cancel_ends_the_wait_for_side_data(slime: None) -> None:
+    async with Server(running()) as server:
         sample = sample_of()
         args = streaming(server, streamfold_drain=60, use_rollout_routing_replay=True)
-        task = asyncio.create_task(generate_streaming(args, sample, {}))
+        task = asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS))
         await until(lambda: arrived() == 2)
         task.cancel()
         await until(lambda: server.aborts)
@@ -235,18 +248,18 @@ async def test_a_second_cancel_ends_the_wait_for_side_data(newer: None) -> None:
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
-async def test_top_p_ids_that_do_not_come_in_time_are_counted(newer: None) -> None:
-    async with Replay(RUNNING) as server:
+async def test_top_p_ids_that_do_not_come_in_time_are_counted(slime: None) -> None:
+    async with Server(running()) as server:
         sample = sample_of()
         args = streaming(server, streamfold_drain=0.1)
-        await host_aborts(args, sample, params={**TOP_P}, when=lambda: arrived() == 2)
+        await host_aborts(args, sample, params={**PARAMS, **TOP_P}, when=lambda: arrived() == 2)
         await until(lambda: server.open == 0)
     assert (sample.tokens, sample.status) == (PROMPT, Status.ABORTED)
     assert sample.metadata == {"lost_side_data": 2}
 
 
 async def test_a_finished_call_is_not_disturbed_by_what_comes_later(newer: None) -> None:
-    async with Replay(stream(*events(3), DONE)) as server:
+    async with Server(stream(*events(3), DONE)) as server:
         sample = await ask(streaming(server), sample_of())
         await until(lambda: server.open == 0)
         assert server.aborts == []

@@ -1,4 +1,4 @@
-"""slime's data source with our buffer: no restart gives the trainer a group twice, and none is missing."""
+"""The hosts' data source with our buffer: no restart gives the trainer a group twice, and none is missing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from host import installed, trainer
 from host.helpers import Scripted, append, nowhere
 from host.slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from host.slime.rollout.sglang_rollout import generate_rollout_async
-from slime_calls import Status
-from streamfold import slime
+from host_calls import HOSTS, Status, adapter
 from streamfold.buffer import Buffer
 from streamfold.loopback import Loopback
 
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 WORDS = ("the", "of", "and", "to", "in")
 
 
-@pytest.fixture(autouse=True)
-def _host() -> Iterator[None]:
-    with installed():
+@pytest.fixture(autouse=True, params=HOSTS)
+def _host(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
         yield
 
 
@@ -47,7 +46,7 @@ def args(tmp_path: Path) -> SimpleNamespace:
 
 
 def source_of(args: SimpleNamespace, *, keeps_account: bool = True, loads: int | None = None) -> Any:
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     source.keeps_account = keeps_account
     if loads is not None:
         source.load(loads)
@@ -76,10 +75,11 @@ def cut(group: list[Sample], args: Any = None) -> list[Sample]:
 # Where groups are.
 
 
-def test_it_is_slimes_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
+def test_it_is_the_hosts_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
     source = source_of(args)
     assert isinstance(source, RolloutDataSourceWithBuffer)
-    assert type(source) is slime.DataSource
+    assert type(source) is adapter().DataSource
+    assert type(source).__module__ == adapter().__name__
     assert isinstance(source.buffer, Buffer)
     assert len(source) == len(WORDS)
     assert told(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)
@@ -171,7 +171,7 @@ def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_what_would_
 
 
 @pytest.mark.parametrize("fate", ["missing", "older", "later", "damaged"])
-def test_our_file_is_enough_if_slimes_own_was_lost_on_the_way(
+def test_our_file_is_enough_if_the_hosts_own_was_lost_on_the_way(
     args: SimpleNamespace, fate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both files are of one moment only if nothing dies between them."""
@@ -194,7 +194,7 @@ def test_our_file_is_enough_if_slimes_own_was_lost_on_the_way(
     assert "ours" in caplog.text
 
 
-def test_a_run_that_began_with_slimes_own_source_goes_on_with_ours(
+def test_a_run_that_began_with_the_hosts_own_source_goes_on_with_ours(
     args: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = RolloutDataSourceWithBuffer(args)
@@ -245,9 +245,9 @@ def test_what_the_trainer_got_ahead_of_what_it_saves_is_not_lost(args: SimpleNam
 # With rollout functions.
 
 
-async def test_with_slimes_own_rollout_function_nothing_is_thought_to_be_in_flight(args: SimpleNamespace) -> None:
+async def test_with_the_hosts_own_rollout_function_nothing_is_thought_to_be_in_flight(args: SimpleNamespace) -> None:
     vars(args).update(custom_generate_function_path=Scripted(), over_sampling_batch_size=4)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     await generate_rollout_async(args, 0, source)
     assert source.buffer.in_flight == 0
     source.save(0)
@@ -260,12 +260,12 @@ def test_with_ours_every_group_is_somewhere_after_each_rollout_and_each_restart(
         index: [(index % 3, "hang"), (1, Status.COMPLETED)] for index in range(200) if index % 5 == 3
     }
     vars(args).update(custom_generate_function_path=Scripted(script), over_sampling_batch_size=5, partial_rollout=True)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     given: list[int] = []
     for rollout_id in range(12):
         if rollout_id % 3 == 2:
             source = source_of(args, loads=rollout_id - 1)
-        output = slime.generate_rollout(args, rollout_id, source)
+        output = adapter().generate_rollout(args, rollout_id, source)
         given += [group[0].group_index for group in output.samples]
         assert source.buffer.in_flight == 0
         source.save(rollout_id)
@@ -315,6 +315,7 @@ class Trainer:
         assert sorted(found + entries[-1]["waiting"]) == list(range(entries[-1]["position"]))
 
 
+@pytest.mark.parametrize("_host", ["slime"], indirect=True)
 @pytest.mark.parametrize("how", [{}, {"ahead": True}, {"pooled": True, "ahead": True}], ids=["", "ahead", "pooled"])
 def test_over_all_lives_of_a_trainer_no_group_comes_twice_and_none_is_missing(
     tmp_path: Path, how: dict[str, Any], soak: bool

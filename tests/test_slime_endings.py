@@ -1,4 +1,4 @@
-"""Calls of the slime adapter that do not end well: what the sample keeps, and what the host is told."""
+"""Calls of the adapters that do not end well: what the sample keeps, and what the host is told."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import numpy as np
 import pytest
 
 import bodies
+import replay
 from host import installed
 from host.slime.observability.trace_utils import spans
 from host.slime.rollout.sglang_rollout import generate_and_rm
 from host.slime.utils.types import Sample
-from replay import DONE, FIN, HANG, LAST_CHUNK, PROMPT, RST, Replay, answer_json, chunk, event, events, head, stream
-from slime_calls import (
+from host_calls import (
+    HOSTS,
+    PARAMS,
     TEXT,
     TOP_P,
+    Server,
     Status,
+    Written,
     aligned,
     ask,
+    asked,
     assert_undisturbed,
+    event,
+    events,
     partial,
     response_of,
     sample_of,
     streaming,
+    text_of,
 )
+from replay import DONE, FIN, HANG, LAST_CHUNK, PROMPT, RST, answer_json, chunk, head, stream
 from streamfold import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.loopback import Loopback
 
@@ -36,23 +45,18 @@ if TYPE_CHECKING:
 
 BOTH_LOOPS = True
 
-TWO: list[Any] = [head(), *map(chunk, events(2, finish=None))]
+slime_only = pytest.mark.parametrize("host", ["slime"], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def host() -> Iterator[None]:
-    with installed():
+@pytest.fixture(autouse=True, params=HOSTS)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
         yield
 
 
-class Written(Sample):
-    """A sample that counts how often it was written to."""
-
-    writes = 0
-
-    def append_response_tokens(self, *args: Any, **told: Any) -> None:
-        self.writes += 1
-        super().append_response_tokens(*args, **told)
+def two(*rest: Step) -> list[Step]:
+    """Two tokens, and then something else."""
+    return [head(), *map(chunk, events(2, finish=None)), *rest]
 
 
 async def failed(
@@ -61,7 +65,7 @@ async def failed(
     """Ask for a sample where the call fails; give the sample, with what every failure must leave."""
     tokens, metadata = list(PROMPT), {"mine": 1}
     sample = Written(prompt="x", tokens=tokens, metadata=metadata)
-    async with Replay(steps) as server:
+    async with Server(steps) as server:
         with pytest.raises(error):
             await ask(streaming(server, **settings), sample, params)
         assert len(server.generates) == 1, "the adapter does not ask again"
@@ -77,14 +81,18 @@ async def failed(
 # Streams that stop (vllm-project/vime#410, macanderson/stella#362).
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [[FIN], [RST], [LAST_CHUNK, FIN], [chunk(DONE), LAST_CHUNK, FIN], [chunk(event([3], 3)[:-30]), LAST_CHUNK, FIN]],
-    ids=["fin", "reset", "last chunk", "[DONE]", "half an event"],
-)
-async def test_a_stream_without_a_finish_reason_leaves_its_prefix_and_raises(rest: list[Step]) -> None:
-    sample = await failed(StreamTruncated, [*TWO, *rest])
-    assert (response_of(sample), sample.response, sample.rollout_log_probs) == ([1, 2], "bc", [-0.125, -0.25])
+@pytest.mark.parametrize("rest", ["fin", "reset", "last chunk", "[DONE]", "half an event"])
+async def test_a_stream_without_a_finish_reason_leaves_its_prefix_and_raises(rest: str) -> None:
+    steps: dict[str, list[Step]] = {
+        "fin": [FIN],
+        "reset": [RST],
+        "last chunk": [LAST_CHUNK, FIN],
+        "[DONE]": [chunk(DONE), LAST_CHUNK, FIN],
+        "half an event": [chunk(event([3], 3)[:-30]), LAST_CHUNK, FIN],
+    }
+    sample = await failed(StreamTruncated, two(*steps[rest]))
+    assert (response_of(sample), sample.rollout_log_probs) == ([1, 2], [-0.125, -0.25])
+    assert sample.response == text_of(1, 2)
     assert sample.writes == 1
 
 
@@ -107,6 +115,7 @@ WRONG = {
 }
 
 
+@slime_only
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_an_event_that_is_wrong_adds_nothing_to_what_was_good(wrong: str) -> None:
     sample = await failed(DecodeError, [head(), *map(chunk, [*INCREMENTAL, WRONG[wrong]]), HANG])
@@ -114,6 +123,7 @@ async def test_an_event_that_is_wrong_adds_nothing_to_what_was_good(wrong: str) 
     assert sample.writes == 1
 
 
+@slime_only
 @pytest.mark.parametrize(
     "wrong",
     [bodies.event([1], 1), bodies.event([3], 3), bodies.event([1, 9, 3], 3), bodies.event([9, 2, 3], 3)],
@@ -133,21 +143,22 @@ async def test_a_refusal_leaves_the_sample_as_it_was_but_for_its_status(status: 
 
 async def test_an_error_event_leaves_what_came_before() -> None:
     """vllm-project/guidellm#743."""
-    error = bodies.sse({"error": {"message": "boom", "code": 500}})
-    sample = await failed(EngineError, stream(*INCREMENTAL, error, DONE))
+    error = b'data: {"error": {"message": "boom", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+    sample = await failed(EngineError, stream(*events(2, finish=None), error, DONE))
     assert response_of(sample) == [1, 2]
 
 
+@slime_only
 @pytest.mark.parametrize("status", [400, 503])
 async def test_an_abort_with_a_status_is_an_error(status: int) -> None:
     """sgl-project/sglang#28175."""
     reason = bodies.finish("abort", message="The request queue is full.", status_code=status)
-    sample = await failed(EngineError, stream(event([], 0, reason, logprobs=False), DONE))
+    sample = await failed(EngineError, stream(replay.event([], 0, reason, logprobs=False), DONE))
     assert response_of(sample) == []
 
 
 async def test_an_engine_that_is_not_there_is_an_error() -> None:
-    async with Replay() as server:
+    async with Server() as server:
         args = streaming(server)
     sample = sample_of()
     with pytest.raises(EngineError):
@@ -157,11 +168,13 @@ async def test_an_engine_that_is_not_there_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "steps", "kept"),
-    [("first_token", [HANG], []), ("first_token", [head(), HANG], []), ("next_token", [*TWO, HANG], [1, 2])],
+    [("first_token", [HANG], []), ("first_token", [head(), HANG], []), ("next_token", None, [1, 2])],
 )
-async def test_a_silent_engine_is_left_with_what_it_gave(setting: str, steps: list[Step], kept: list[int]) -> None:
+async def test_a_silent_engine_is_left_with_what_it_gave(
+    setting: str, steps: list[Step] | None, kept: list[int]
+) -> None:
     settings: dict[str, Any] = {f"streamfold_timeout_{setting}": 0.1}
-    sample = await failed(EngineTimeout, steps, **settings)
+    sample = await failed(EngineTimeout, two(HANG) if steps is None else steps, **settings)
     assert response_of(sample) == kept
     assert sample.writes == 1
 
@@ -172,8 +185,9 @@ async def test_after_a_reset_the_response_goes_on_from_its_own_tokens(k: int) ->
     every = [1, 2, 3, 4, 5, 6]
 
     def reply(request: Request) -> list[Any]:
-        ids = request.json["input_ids"]
-        done, budget = ids[len(PROMPT) :], request.json["sampling_params"]["max_new_tokens"]
+        ids, budget = asked(request).ids, asked(request).budget
+        done = ids[len(PROMPT) :]
+        assert budget is not None
         assert done == every[: len(done)]
         rest = every[len(done) : len(done) + budget]
         body = [event([t], i + 1, prompt_tokens=len(ids)) for i, t in enumerate(rest)]
@@ -182,14 +196,14 @@ async def test_after_a_reset_the_response_goes_on_from_its_own_tokens(k: int) ->
         return stream(*body, event([], len(rest), "length", prompt_tokens=len(ids)), DONE)
 
     sample = sample_of()
-    async with Replay(reply) as server:
+    async with Server(reply) as server:
         with pytest.raises(StreamTruncated):
             await ask(streaming(server), sample, {"max_new_tokens": 6})
         assert (response_of(sample), sample.status) == (every[:k], Status.ABORTED)
         await ask(streaming(server), sample, {"max_new_tokens": 6})
     assert response_of(sample) == every
     assert sample.rollout_log_probs == [-t / 8 for t in every]
-    assert sample.response == "bcdefg"
+    assert sample.response == text_of(*every)
     assert sample.status is Status.TRUNCATED
 
 
@@ -203,11 +217,12 @@ ABORTS = {
 }
 
 
+@slime_only
 @pytest.mark.parametrize("abort", ABORTS)
 async def test_an_abort_that_nobody_here_asked_for_is_a_result(abort: str) -> None:
     sample = partial(8)
     body = [bodies.event([t], t, text=chr(97 + t), prompt_tokens=4) for t in (1, 2)]
-    async with Replay(stream(*body, ABORTS[abort], DONE)) as server:
+    async with Server(stream(*body, ABORTS[abort], DONE)) as server:
         await generate_and_rm(streaming(server), sample, {})
         assert len(server.generates) == 1, "the host resumes it, not we"
     assert response_of(sample) == ([8, 1, 2, 3] if abort == "with a token" else [8, 1, 2])
@@ -218,26 +233,28 @@ async def test_an_abort_that_nobody_here_asked_for_is_a_result(abort: str) -> No
 
 async def test_an_abort_before_the_first_token_leaves_an_empty_sample() -> None:
     """vllm-project/vllm#47933."""
-    async with Replay(stream(event([], 0, "abort"), DONE)) as server:
-        sample = await ask(streaming(server), sample_of(), TOP_P)
+    async with Server(stream(event([], 0, "abort"), DONE)) as server:
+        sample = await ask(streaming(server), sample_of(), {**PARAMS, **TOP_P})
     assert (sample.status, sample.tokens, sample.metadata) == (Status.ABORTED, PROMPT, {})
 
 
 # Side data that does not come.
 
 
+@slime_only
 async def test_without_their_top_p_ids_tokens_are_counted_and_not_written() -> None:
-    sample = await failed(StreamTruncated, [*TWO, FIN], TOP_P)
+    sample = await failed(StreamTruncated, two(FIN), TOP_P)
     assert (sample.tokens, sample.response, sample.rollout_log_probs) == (PROMPT, "", None)
     assert sample.metadata == {"mine": 1, "lost_side_data": 2}
     assert sample.writes == 0
     sample.status = Status.PENDING
-    async with Replay(stream(event([1, 2, 3], 3, "abort"), DONE)) as server:
+    async with Server(stream(event([1, 2, 3], 3, "abort"), DONE)) as server:
         await ask(streaming(server), sample, TOP_P)
     assert sample.metadata == {"mine": 1, "lost_side_data": 5}
     assert (sample.status, sample.writes) == (Status.ABORTED, 0)
 
 
+@slime_only
 async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_were() -> None:
     with Loopback(stop_probability=0) as engine:
         params = {"max_new_tokens": 9, **TOP_P}
@@ -245,7 +262,7 @@ async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_
         sample.status = Status.ABORTED
         before = {**vars(sample), "metadata": {"lost_side_data": 2}}
         cut: list[Any] = [head(), *(chunk(event([i], i, prompt_tokens=6)) for i in (1, 2)), FIN]
-        async with Replay(cut) as server:
+        async with Server(cut) as server:
             with pytest.raises(StreamTruncated):
                 await ask(streaming(server), sample, params)
         assert vars(sample) == before
@@ -253,6 +270,7 @@ async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_
         assert_undisturbed(engine, streaming(engine), sample, params)
 
 
+@slime_only
 @pytest.mark.parametrize("what", ["top-p ids", "routed experts"])
 async def test_a_finished_call_without_what_was_asked_for_is_an_error_that_says_so(what: str) -> None:
     params = TOP_P if what == "top-p ids" else {}
@@ -264,14 +282,16 @@ async def test_a_finished_call_without_what_was_asked_for_is_an_error_that_says_
     assert (sample.tokens, sample.metadata) == (PROMPT, {"mine": 1, "lost_side_data": 3})
 
 
+@slime_only
 @pytest.mark.parametrize("params", [{}, {"top_p": 1.0, "top_k": -1, "temperature": 0.7}, {"top_k": 1 << 30}])
 async def test_where_nothing_narrows_the_choice_there_are_no_top_p_ids_to_wait_for(params: dict[str, Any]) -> None:
     asked = {**params, "custom_params": {"return_top_p_token_ids": True}}
-    async with Replay(stream(*events(3), DONE)) as server:
+    async with Server(stream(*events(3), DONE)) as server:
         sample = await ask(streaming(server), sample_of(), asked)
     assert (sample.status, response_of(sample)) == (Status.COMPLETED, [1, 2, 3])
 
 
+@slime_only
 async def test_a_cut_call_keeps_its_tokens_without_experts_and_the_next_brings_those_of_all() -> None:
     def shape(rows: int) -> str:
         return base64.b64encode(np.arange(rows, dtype="<i4").tobytes()).decode()
@@ -282,9 +302,9 @@ async def test_a_cut_call_keeps_its_tokens_without_experts_and_the_next_brings_t
         "moe_router_topk": 1,
         "num_experts": None,
     }
-    sample = await failed(StreamTruncated, [*TWO, FIN], **settings)
+    sample = await failed(StreamTruncated, two(FIN), **settings)
     assert (response_of(sample), sample.rollout_routed_experts) == ([1, 2], None)
-    async with Replay(stream(event([3], 1, "stop", prompt_tokens=5, routed_experts=shape(5)), DONE)) as server:
+    async with Server(stream(replay.event([3], 1, "stop", prompt_tokens=5, routed_experts=shape(5)), DONE)) as server:
         await ask(streaming(server, **settings), sample)
     assert sample.rollout_routed_experts is not None
     assert sample.rollout_routed_experts.ravel().tolist() == [0, 1, 2, 3, 4]
@@ -294,6 +314,7 @@ async def test_a_cut_call_keeps_its_tokens_without_experts_and_the_next_brings_t
 # Replies that do not fit the sample.
 
 
+@slime_only
 async def test_experts_that_do_not_fit_the_hosts_prompt_are_refused_and_nothing_is_written() -> None:
     with Loopback(stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True)
@@ -310,7 +331,7 @@ async def test_if_what_came_cannot_be_kept_the_calls_own_error_is_raised(caplog:
             raise ValueError("not like this")
 
     sample = Refuses(prompt="x", tokens=list(PROMPT))
-    async with Replay([*TWO, FIN]) as server:
+    async with Server(two(FIN)) as server:
         with pytest.raises(StreamTruncated):
             await ask(streaming(server), sample)
     assert (sample.tokens, sample.response_length, sample.status) == (PROMPT, 0, Status.ABORTED)
@@ -318,7 +339,7 @@ async def test_if_what_came_cannot_be_kept_the_calls_own_error_is_raised(caplog:
 
 
 async def test_every_error_of_a_call_carries_what_had_come() -> None:
-    async with Replay([*TWO, FIN]) as server:
+    async with Server(two(FIN)) as server:
         with pytest.raises(StreamfoldError) as raised:
             await ask(streaming(server), sample_of())
     assert raised.value.partial is not None

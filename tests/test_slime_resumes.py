@@ -1,4 +1,4 @@
-"""The slime adapter asks again while the host is not aborting: by itself, within bounds, and off by one setting."""
+"""The adapters ask again while the host is not aborting: by themselves, within bounds, and off by one setting."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from completing import answers, cut, part
+from completing import answers
 from host import installed
 from host.slime.rollout.sglang_rollout import GenerateState
-from host.slime.utils.types import Sample
-from replay import DONE, HANG, PROMPT, Replay, answer_json, event, head, stream, until
-from slime_calls import Status, aligned, ask, response_of, sample_of, streaming
+from host_calls import (
+    HOSTS,
+    Server,
+    Status,
+    Written,
+    aligned,
+    ask,
+    asked,
+    cut,
+    event,
+    part,
+    response_of,
+    sample_of,
+    streaming,
+)
+from replay import DONE, HANG, PROMPT, answer_json, head, stream, until
 from streamfold import Retries, StreamTruncated, hosts
 
 if TYPE_CHECKING:
@@ -23,6 +36,7 @@ if TYPE_CHECKING:
 BOTH_LOOPS = True
 
 BUSY = answer_json({"error": "busy"}, status=503)
+TWICE = {"before a token": lambda: BUSY, "after two": lambda: cut(part([1, 2]))}
 AGAIN: dict[str, Any] = {"streamfold_tries": 5}
 
 
@@ -32,34 +46,24 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
 
 
-@pytest.fixture(autouse=True)
-def host() -> Iterator[None]:
-    with installed():
+@pytest.fixture(autouse=True, params=HOSTS)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
         yield
-
-
-class Written(Sample):
-    """A sample that counts how often it was written to."""
-
-    writes = 0
-
-    def append_response_tokens(self, *args: Any, **told: Any) -> None:
-        self.writes += 1
-        super().append_response_tokens(*args, **told)
 
 
 async def test_a_stream_that_breaks_off_is_gone_on_with_and_written_once_for_each_request() -> None:
     last = stream(part([3], prompt=5, finish="stop"), DONE)
-    async with Replay(answers(BUSY, BUSY, cut(part([1, 2])), BUSY, last)) as server:
+    async with Server(answers(BUSY, BUSY, cut(part([1, 2])), BUSY, last)) as server:
         sample = Written(prompt="x", tokens=list(PROMPT))
         params = {"max_new_tokens": 8}
         await ask(streaming(server, **AGAIN), sample, params)
-        asked = [request.json for request in server.generates]
+        requests = [asked(request) for request in server.generates]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     assert sample.writes == 2, "those that brought something"
-    assert [len(body["input_ids"]) for body in asked] == [3, 3, 3, 5, 5]
-    assert [body["sampling_params"]["max_new_tokens"] for body in asked] == [8, 8, 8, 6, 6]
-    assert len({body["rid"] for body in asked}) == 5
+    assert [len(request.ids) for request in requests] == [3, 3, 3, 5, 5]
+    assert [request.budget for request in requests] == [8, 8, 8, 6, 6]
+    assert len({request.rid for request in requests}) == 5
     assert params == {"max_new_tokens": 8}
     assert sample.metadata["resumed"] == 1
     assert aligned(sample)
@@ -67,16 +71,16 @@ async def test_a_stream_that_breaks_off_is_gone_on_with_and_written_once_for_eac
 
 async def test_a_restart_goes_back_to_the_state_before_the_request() -> None:
     whole = stream(part([1, 2, 3], finish="stop"), DONE)
-    async with Replay(answers(cut(part([1, 2])), whole)) as server:
+    async with Server(answers(cut(part([1, 2])), whole)) as server:
         sample = sample_of()
         await ask(streaming(server, streamfold_resume="restart", **AGAIN), sample, {"max_new_tokens": 8})
-        assert [request.json["input_ids"] for request in server.generates] == [PROMPT, PROMPT]
+        assert [asked(request).ids for request in server.generates] == [PROMPT, PROMPT]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     assert sample.metadata["restarted_tokens"] == 2
 
 
 async def test_one_setting_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Replay(cut(part([1, 2]))) as server:
+    async with Server(cut(part([1, 2]))) as server:
         for settings, variable in (({"streamfold_resume": "raise"}, None), ({}, "raise")):
             if variable:
                 monkeypatch.setenv("STREAMFOLD_RESUME", variable)
@@ -91,9 +95,9 @@ async def test_one_setting_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch
 
 async def test_it_does_not_go_on_without_end() -> None:
     def one_more(request: Any) -> list[Step]:
-        return cut(event([9], 1, prompt_tokens=len(request.json["input_ids"])))
+        return cut(event([9], 1, prompt_tokens=len(asked(request).ids)))
 
-    async with Replay(one_more) as server:
+    async with Server(one_more) as server:
         sample = sample_of()
         with pytest.raises(StreamTruncated):
             await ask(streaming(server, **AGAIN), sample, {"max_new_tokens": 99})
@@ -101,10 +105,10 @@ async def test_it_does_not_go_on_without_end() -> None:
     assert response_of(sample) == [9] * 5
 
 
-@pytest.mark.parametrize("reply", [BUSY, cut(part([1, 2]))], ids=["before a token", "after two"])
-async def test_no_try_starts_while_the_host_is_aborting(monkeypatch: pytest.MonkeyPatch, reply: list[Step]) -> None:
+@pytest.mark.parametrize("when", TWICE)
+async def test_no_try_starts_while_the_host_is_aborting(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0))
-    async with Replay(reply) as server:
+    async with Server(TWICE[when]()) as server:
         args = streaming(server, **AGAIN)
         state = GenerateState(args)
         sample = sample_of()
@@ -115,7 +119,7 @@ async def test_no_try_starts_while_the_host_is_aborting(monkeypatch: pytest.Monk
         await asking  # an abort is a result, whatever had gone wrong before
         assert len(server.generates) == 1
     assert sample.status is Status.ABORTED
-    assert response_of(sample) == ([] if reply is BUSY else [1, 2])
+    assert response_of(sample) == ([1, 2] if when == "after two" else [])
 
 
 async def test_a_request_that_reached_its_engine_after_the_hosts_sweep_does_not_hold_up_the_rollout(
@@ -125,7 +129,7 @@ async def test_a_request_that_reached_its_engine_after_the_hosts_sweep_does_not_
     monkeypatch.setattr(hosts, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(hosts, "_GRACE_SECONDS", 0.1)
     parked: list[Step] = [head(), HANG]
-    async with Replay(parked) as server:
+    async with Server(parked) as server:
         args = streaming(server, streamfold_drain=0.0)
         sample = sample_of()
         asking = asyncio.ensure_future(ask(args, sample, {"max_new_tokens": 8}))

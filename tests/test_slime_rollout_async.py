@@ -1,4 +1,4 @@
-"""Fully asynchronous rollouts of slime by ours: groups stay in flight from one to the next, none out of sight."""
+"""Fully asynchronous rollouts of the hosts by ours: groups stay in flight from one to the next, none out of sight."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from host import engine as engines
 from host import installed
 from host.helpers import LIMIT, Rewards, Scripted, Waiting, append, nowhere
 from host.slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.rollout.sglang_rollout import GenerateState
 from host.slime.utils.types import Sample
-from slime_calls import Status, assert_undisturbed, streaming
-from streamfold import hosts, slime
+from host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
+from streamfold import hosts, slime, vime
 from streamfold.errors import StreamfoldError
 from streamfold.loopback import Loopback
 
@@ -38,15 +39,16 @@ def _nothing_left() -> Iterator[None]:
     threads = set(threading.enumerate())
     yield
     slime.close_rollout()
+    vime.close_rollout()
     assert not {thread for thread in set(threading.enumerate()) - threads if "streamfold" in thread.name}
     assert hosts._seats == {}
 
 
-@pytest.fixture
-def host(_nothing_left: None) -> Iterator[None]:
-    with installed():
+@pytest.fixture(params=HOSTS)
+def host(_nothing_left: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
         yield
-        slime.close_rollout()
+        adapter().close_rollout()
 
 
 def scripted(generate: Callable[..., Any], **settings: Any) -> SimpleNamespace:
@@ -56,7 +58,7 @@ def scripted(generate: Callable[..., Any], **settings: Any) -> SimpleNamespace:
 
 
 def given(args: SimpleNamespace, rollout_id: int, source: Any) -> list[list[Sample]]:
-    output = slime.generate_rollout_async(args, rollout_id, source)
+    output = adapter().generate_rollout_async(args, rollout_id, source)
     groups: list[list[Sample]] = output.samples if isinstance(output, RolloutFnTrainOutput) else output
     return groups
 
@@ -69,35 +71,41 @@ def soon(true: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.parametrize("name", HOSTS)
 @newer_and_older
 @pytest.mark.parametrize("partial_rollout", [True, False], ids=["gone on with", "started again"])
-def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(new: bool, partial_rollout: bool) -> None:
+def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(
+    name: str, new: bool, partial_rollout: bool
+) -> None:
     rewards = Rewards()
-    with installed(new=new), Loopback(token_rate=700, stop_probability=1 / 30, seed=3, weight_version="0") as engine:
+    box: dict[str, Any] = {"token_rate": 700, "stop_probability": 1 / 30, "seed": 3, "weight_version": "0"}
+    with installed(name, new=new), boxed(**box) as engine:
+        here = engines.current().name
         args = streaming(
             engine,
             custom_generate_function_path=None,
             partial_rollout=partial_rollout,
-            sglang_enable_deterministic_inference=True,
             custom_rm_path=rewards,
             rollout_batch_size=3,
             rollout_max_response_len=60,
-            sglang_server_concurrency=12,
+            **{f"{here}_enable_deterministic_inference": True, f"{here}_server_concurrency": 12},
             streamfold_tries=9,
             save="unused",
         )
         state = GenerateState(args)
-        source = slime.DataSource(args)
+        source = adapter().DataSource(args)
         groups: list[list[Sample]] = []
         for version in range(1, 6):
-            output = slime.generate_rollout_async(args, version - 1, source)
+            output = adapter().generate_rollout_async(args, version - 1, source)
             assert isinstance(output, RolloutFnTrainOutput if new else list)
             groups += output.samples if isinstance(output, RolloutFnTrainOutput) else output
             soon(lambda: engine.stats().running > 0)
             assert not state.aborted
             body = {"new_version": str(version), "abort_all_requests": True}
+            if here == "vllm":  # there it is another endpoint that aborts
+                httpx.post(f"{engine.url}/abort_requests", json={}, trust_env=False).raise_for_status()
             httpx.post(f"{engine.url}/update_weight_version", json=body, trust_env=False).raise_for_status()
-        slime.close_rollout()
+        adapter().close_rollout()
         assert not state.aborted
         assert engine.stats().running == 0
         versions = set()
@@ -115,19 +123,19 @@ def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(ne
 def test_finished_groups_wait_for_the_next_rollout_and_are_given_in_the_order_in_which_they_ended(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     first, second = given(args, 0, source), given(args, 1, source)
     assert [group[0].index for group in first + second] == [1, 2, 3, 4]
     soon(lambda: len(generate.asked) > 7)
-    slime.close_rollout()
+    adapter().close_rollout()
     waiting = [group[0].index for group in source.buffer.take(len(source.buffer))]
     assert sorted(waiting) == [0, *range(5, source.buffer.position)]
 
 
 def test_metrics_are_those_since_the_last_rollout_with_slimes_own_beside_them(host: None) -> None:
     args = scripted(Scripted(), dynamic_sampling_filter_path=lambda args, group: Verdict(group[0].index))
-    source = slime.DataSource(args)
-    told = [slime.generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
+    source = adapter().DataSource(args)
+    told = [adapter().generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
     assert [metrics["rollout/groups/done"] for metrics in told] == [2, 2]
     assert sum(metrics["rollout/dynamic_filter/drop_odd"] for metrics in told) >= 3
 
@@ -144,11 +152,11 @@ class Verdict:
 
 def test_a_group_that_has_grown_too_old_starts_again(host: None) -> None:
     args = scripted(Scripted({0: [(1, "hang")]}), streamfold_max_staleness=1)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     seen = []
     for rollout_id in range(4):
         given(args, rollout_id, source)
-        slime.close_rollout()
+        adapter().close_rollout()
         source.add_samples(waiting := source.buffer.take(len(source.buffer)))
         (old,) = [sample for (sample,) in waiting if sample.index == 0]
         seen.append((old.response, old.metadata["start_rollout_id"]))
@@ -169,11 +177,11 @@ def test_evaluation_goes_on_beside_what_is_in_flight_in_the_same_event_loop(host
 
     generate.__dict__["abort_mode"] = "request"
     args = scripted(generate, eval_datasets=[("a", [Sample(prompt="a"), Sample(prompt="b")])])
-    source = slime.DataSource(args)
-    before = slime.generate_rollout_async(args, 0, source, evaluation=True)
+    source = adapter().DataSource(args)
+    before = adapter().generate_rollout_async(args, 0, source, evaluation=True)
     given(args, 0, source)
     soon(lambda: waiting.running == 1)
-    after = slime.generate_rollout_async(args, 0, source, evaluation=True)
+    after = adapter().generate_rollout_async(args, 0, source, evaluation=True)
     assert type(before) is type(after) is RolloutFnEvalOutput
     assert after.data["a"]["rewards"] == [1.0, 1.0]
     assert (waiting.running, waiting.cancels, len(loops)) == (1, 0, 1)
@@ -185,7 +193,7 @@ def test_what_goes_wrong_is_raised_everything_goes_back_and_the_next_call_begins
     caplog.set_level(logging.WARNING)
     generate = Scripted({index: [(1, OSError("tool")), (1, Status.COMPLETED)] for index in range(4)})
     args = scripted(generate, streamfold_max_failures=1)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     with pytest.raises(StreamfoldError, match="max_failures") as caught:
         given(args, 0, source)
     assert isinstance(caught.value.__cause__, OSError)
@@ -207,7 +215,7 @@ def test_a_source_that_ends_is_no_hang(host: None) -> None:
 
 def test_with_another_data_source_everything_goes_back_to_the_first(host: None) -> None:
     args = scripted(Scripted({index: [(1, "hang")] for index in range(2, 99)}))
-    first, second = slime.DataSource(args), slime.DataSource(args)
+    first, second = adapter().DataSource(args), adapter().DataSource(args)
     given(args, 0, first)
     given(args, 0, second)
     assert first.buffer.in_flight == 0
@@ -227,19 +235,19 @@ def test_a_save_looks_at_samples_where_they_are_written_and_a_load_waits_for_the
 
     monkeypatch.setattr(Sample, "to_dict", to_dict)
     args = scripted(Scripted({2: [(1, "hang"), (1, Status.COMPLETED)]}), save=str(tmp_path), load=str(tmp_path))
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     given(args, 0, source)
     source.save(0)
     assert threads == {"streamfold rollouts"}
     with pytest.raises(RuntimeError, match="close_rollout"):
         source.load(0)
-    slime.close_rollout()
+    adapter().close_rollout()
     source.load(0)
     waiting = source.buffer.take(len(source.buffer))
     assert sorted(group[0].index for group in waiting) == list(range(2, source.buffer.position))
     assert given(args, 1, source)
     threads.clear()
-    slime.close_rollout()
+    adapter().close_rollout()
     source.save(1)
     assert threads == {threading.current_thread().name}
 
@@ -247,7 +255,7 @@ def test_a_save_looks_at_samples_where_they_are_written_and_a_load_waits_for_the
 def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate, streamfold_in_flight=1)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
 
     def interrupt(*_told: Any) -> None:
         raise KeyboardInterrupt
@@ -262,13 +270,13 @@ def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> N
         timer.join()
         signal.signal(signal.SIGUSR1, before)
     assert (generate.running, source.buffer.in_flight) == (1, 1)
-    slime.close_rollout()
+    adapter().close_rollout()
     assert [group[0].index for group in given(args, 0, source)] == [0, 1]
 
 
 def test_a_setting_that_makes_no_sense_is_told_and_nothing_is_begun(host: None) -> None:
     args = scripted(Scripted(), streamfold_in_flight=0)
-    source = slime.DataSource(args)
+    source = adapter().DataSource(args)
     with pytest.raises(ValueError, match="in_flight"):
         given(args, 0, source)
     args.streamfold_in_flight = None
@@ -276,11 +284,11 @@ def test_a_setting_that_makes_no_sense_is_told_and_nothing_is_begun(host: None) 
 
 
 def test_closing_twice_or_without_a_rollout_does_nothing(host: None) -> None:
-    slime.close_rollout()
+    adapter().close_rollout()
     args = scripted(Scripted())
-    given(args, 0, slime.DataSource(args))
-    slime.close_rollout()
-    slime.close_rollout()
+    given(args, 0, adapter().DataSource(args))
+    adapter().close_rollout()
+    adapter().close_rollout()
 
 
 def test_a_process_that_ends_with_groups_in_flight_aborts_them_and_ends_at_once_and_silently() -> None:

@@ -1,16 +1,16 @@
-"""Whole rollouts of slime by ours: its generators, classes, settings and event loops, in newer and older releases."""
+"""Whole rollouts of the hosts by ours: their generators, classes, settings and loops, in newer and older releases."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from exactly import exactly
+from host import engine as engines
 from host import installed
 from host.helpers import Rewards, Scripted, Waiting, append, until
 from host.slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -19,23 +19,24 @@ from host.slime.rollout.sglang_rollout import GenerateState
 from host.slime.utils import http_utils
 from host.slime.utils.misc import load_function
 from host.slime.utils.types import Sample
-from slime_calls import Status, assert_undisturbed, streaming
-from slime_rolls import rolled, scripted
-from streamfold import hosts, slime
+from host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
+from host_rolls import rolled, scripted
+from streamfold import hosts, slime, vime
 from streamfold.errors import StreamfoldError
-from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that")
 
 newer_and_older = pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
+of_both = pytest.mark.parametrize("name", HOSTS)
 
 
-@pytest.fixture
-def host() -> Iterator[None]:
-    with installed():
+@pytest.fixture(params=HOSTS)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
         yield
 
 
@@ -53,19 +54,22 @@ def ours(sample: Sample) -> Any:
 # Against an engine.
 
 
+@of_both
 @newer_and_older
 @pytest.mark.parametrize(("incremental", "masked"), [(True, False), (False, True)], ids=["incremental", "masked"])
-def test_groups_of_several_rollouts_end_as_if_undisturbed(new: bool, incremental: bool, masked: bool) -> None:
+def test_groups_of_several_rollouts_end_as_if_undisturbed(
+    name: str, new: bool, incremental: bool, masked: bool
+) -> None:
     """THUDM/slime#2272: the generator that is taken when none is named; in newer slime's loop, or in new ones."""
     rewards = Rewards()
     options: dict[str, Any] = {"token_rate": 400, "stop_probability": 1 / 40, "seed": 3, "incremental": incremental}
-    with installed(new=new), Loopback(**options) as engine:
+    with installed(name, new=new), boxed(replays=True, **options) as engine:
         args = streaming(
             engine,
             custom_generate_function_path=None,
             partial_rollout=True,
             mask_offpolicy_in_partial_rollout=masked,
-            sglang_enable_deterministic_inference=True,  # a seed for each sibling
+            **{f"{engines.current().name}_enable_deterministic_inference": True},  # a seed for each sibling
             use_rollout_routing_replay=True,
             custom_rm_path=rewards,
             rollout_top_p=0.9,
@@ -79,7 +83,7 @@ def test_groups_of_several_rollouts_end_as_if_undisturbed(new: bool, incremental
         groups: list[list[Sample]] = []
         for rollout_id in range(4):
             finished = [(s, ours(s)) for group in source.buffer for s in group if s.status is not Status.ABORTED]
-            output = slime.generate_rollout(args, rollout_id, source)
+            output = adapter().generate_rollout(args, rollout_id, source)
             assert isinstance(output, RolloutFnTrainOutput if new else list)
             groups += (got := given(output))
             assert len(got) == 3
@@ -97,33 +101,35 @@ def test_groups_of_several_rollouts_end_as_if_undisturbed(new: bool, incremental
     assert hosts._seats == {}
 
 
+@of_both
 @newer_and_older
-def test_without_partial_rollout_what_was_cut_is_not_put_back(new: bool) -> None:
+def test_without_partial_rollout_what_was_cut_is_not_put_back(name: str, new: bool) -> None:
     """THUDM/slime#2092."""
-    with installed(new=new), Loopback(token_rate=400, stop_probability=1 / 40, seed=3) as engine:
+    with installed(name, new=new), boxed(token_rate=400, stop_probability=1 / 40, seed=3) as engine:
         args = streaming(
             engine, custom_generate_function_path=None, over_sampling_batch_size=6, rollout_max_response_len=100
         )
         source = RolloutDataSourceWithBuffer(args)
         for rollout_id in range(3):
-            for group in given(slime.generate_rollout(args, rollout_id, source)):
+            for group in given(adapter().generate_rollout(args, rollout_id, source)):
                 assert all(sample.status in {Status.COMPLETED, Status.TRUNCATED} for sample in group)
                 assert all(len(sample.weight_versions) == 1 for sample in group)
             assert all(s.status is not Status.ABORTED for group in source.buffer for s in group)
 
 
+@of_both
 @newer_and_older
-def test_the_hosts_evaluation_generates_through_ours_unless_another_is_named(new: bool) -> None:
+def test_the_hosts_evaluation_generates_through_ours_unless_another_is_named(name: str, new: bool) -> None:
     async def generate(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
         assert evaluation
         append(sample, args, [7], text="x")
         sample.status = Status.TRUNCATED
         return sample
 
-    with installed(new=new), Loopback(stop_probability=0) as engine:
+    with installed(name, new=new), boxed(stop_probability=0) as engine:
         sets = [("a", [Sample(prompt=" the story"), Sample(prompt="no engine", generate_function_path=generate)])]
         args = streaming(engine, custom_generate_function_path=None, rollout_max_response_len=4, eval_datasets=sets)
-        output = slime.generate_rollout(args, 0, None, evaluation=True)
+        output = adapter().generate_rollout(args, 0, None, evaluation=True)
         (request,) = engine.seen()
         assert args.custom_generate_function_path is None
         assert GenerateState(args).args is args
@@ -146,16 +152,17 @@ def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollo
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         async def disturb() -> None:
             await until(lambda: engine.stats().tokens > 10)
-            await http_utils.post(f"{engine.url}/abort_request", {"abort_all": True})
+            path, body = engines.current().abort_all
+            await http_utils.post(engine.url + path, body)
 
         disturbs = None if "resumed" in sample.metadata else asyncio.ensure_future(disturb())
-        sample = await slime.generate_streaming(args, sample, sampling_params)
+        sample = await adapter().generate_streaming(args, sample, sampling_params)
         if disturbs is not None:
             await disturbs
         return sample
 
     generate.__dict__["abort_mode"] = "request"
-    with Loopback(token_rate=300, stop_probability=0) as engine:
+    with boxed(token_rate=300, stop_probability=0) as engine:
         args = streaming(
             engine,
             custom_generate_function_path=generate,
@@ -228,7 +235,7 @@ def test_the_hosts_state_says_aborted_from_the_first_cut_to_the_end_of_the_rollo
             seen.append(GenerateState(args).aborted)
 
         args.rollout_sample_filter_path = look
-        slime.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        adapter().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert seen == [False, False, True, True]
         assert not GenerateState(args).aborted
 
@@ -243,7 +250,7 @@ def test_servers_are_aborted_only_for_those_generators_that_need_it(host: None) 
         return sample
 
     for needed in (False, True):
-        with Loopback(token_rate=200, stop_probability=0) as engine:
+        with boxed(token_rate=200, stop_probability=0) as engine:
             other = "host.slime.rollout.sglang_rollout.generate" if needed else None
             paths = [generate, waiting, other]
             args = streaming(
@@ -258,8 +265,8 @@ def test_servers_are_aborted_only_for_those_generators_that_need_it(host: None) 
             )
             source = RolloutDataSourceWithBuffer(args)
             rolled(args, source)
-            aborts = [request.json() for request in engine.seen() if request.path == "/abort_request"]
-        assert ({"abort_all": True} in aborts) == needed
+            aborts = [(request.path, request.json()) for request in engine.seen() if "abort" in request.path]
+        assert (engines.current().abort_all in aborts) == needed
         assert [s.status for group in source.buffer for s in group] == [Status.ABORTED] * 2
         assert source.buffer[1][0].response_length > 3
         GenerateState(args).reset()
@@ -290,7 +297,7 @@ def test_samples_are_balanced_over_the_hosts_ranks(host: None) -> None:
         assert state.dp_counts == [2, 2]
         return await Scripted()(args, sample, sampling_params)
 
-    args = scripted(generate, n_samples_per_prompt=4, sglang_dp_size=2)
+    args = scripted(generate, n_samples_per_prompt=4, **{f"{engines.current().name}_dp_size": 2})
     rolled(args)
     assert ranks == [0, 1, 0, 1]
     assert GenerateState(args).dp_counts == [0, 0]
@@ -314,7 +321,8 @@ def test_as_many_samples_are_in_flight_as_the_engines_of_the_host_take(
     if told_by == "older":
         monkeypatch.delattr(http_utils, "get_rollout_num_engines")
         told = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
-    rolled(scripted(generate, n_samples_per_prompt=12, sglang_server_concurrency=2, **told))
+    told[f"{engines.current().name}_server_concurrency"] = 2
+    rolled(scripted(generate, n_samples_per_prompt=12, **told))
     assert most == 6
 
 
@@ -357,7 +365,7 @@ def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollou
     assert "tool" in caplog.text
     args.custom_generate_function_path = Scripted({index: [(1, OSError("tool"))] for index in range(99)})
     with pytest.raises(StreamfoldError, match="max_failures") as caught:
-        slime.generate_rollout(args, 2, source)
+        adapter().generate_rollout(args, 2, source)
     assert isinstance(caught.value.__cause__, OSError)
     assert sorted(group[0].index or 0 for group in source.buffer) == [2, 3]
     assert not GenerateState(args).aborted
@@ -370,18 +378,18 @@ def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollou
 def test_a_setting_that_makes_no_sense_is_refused_by_name(host: None, name: str, value: Any) -> None:
     args = scripted(Scripted(), **{f"streamfold_{name}": value})
     with pytest.raises(ValueError, match=name):
-        slime.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        adapter().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
 
 
 def test_everything_is_found_by_its_dotted_path(host: None) -> None:
     for name in ("generate_streaming", "generate_rollout", "generate_rollout_async", "DataSource", "close_rollout"):
-        assert load_function(f"streamfold.slime.{name}") is getattr(slime, name)
+        assert load_function(f"{adapter().__name__}.{name}") is getattr(adapter(), name)
     with pytest.raises(AttributeError, match="generate_nothing"):
-        load_function("streamfold.slime.generate_nothing")
+        load_function(f"{adapter().__name__}.generate_nothing")
 
 
-def test_without_slime_only_its_data_source_is_missing() -> None:
-    assert callable(slime.generate_rollout)
-    with pytest.raises(ModuleNotFoundError, match="slime"):
-        _ = slime.DataSource
-    assert importlib.import_module("streamfold.slime_rollout")
+@pytest.mark.parametrize("module", [slime, vime], ids=HOSTS)
+def test_without_the_host_only_its_data_source_is_missing(module: ModuleType) -> None:
+    assert callable(module.generate_rollout)
+    with pytest.raises(ModuleNotFoundError, match=module.__name__.rpartition(".")[2]):
+        _ = module.DataSource

@@ -1,4 +1,4 @@
-"""What slime's users hook into a rollout: filters, rewards, and functions that see samples, as ours calls them."""
+"""What the hosts' users hook into a rollout: filters, rewards, and functions that see samples, as ours calls them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from host.slime.rollout.sglang_rollout import GenerateState
 from host.slime.utils.types import Sample
-from slime_calls import Status
-from slime_rolls import rolled, scripted
-from streamfold import slime
+from host_calls import HOSTS, Status, adapter
+from host_rolls import rolled, scripted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(autouse=True)
-def host() -> Iterator[None]:
-    with installed():
+@pytest.fixture(autouse=True, params=HOSTS)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
         yield
 
 
@@ -84,7 +83,7 @@ def test_what_a_filter_raises_ends_the_rollout_and_everything_goes_back() -> Non
     args.rollout_sample_filter_path = breaks
     source = RolloutDataSourceWithBuffer(args)
     with pytest.raises(LookupError, match="broken"):
-        slime.generate_rollout(args, 0, source)
+        adapter().generate_rollout(args, 0, source)
     assert not GenerateState(args).aborted
     ((sample,),) = source.buffer
     args.rollout_sample_filter_path = None

@@ -22,8 +22,8 @@ from host.slime.rollout.sglang_rollout import (
     generate_rollout_async,
 )
 from host.slime.utils.types import Sample
+from host_calls import TOP_P, Status, arrived, assert_undisturbed, response_of, snapshot, streaming
 from replay import DONE, HANG, Replay, chunk, event, head, stream, until
-from slime_calls import TOP_P, Status, arrived, assert_undisturbed, response_of, snapshot, streaming
 from streamfold import Client, hosts, slime
 from streamfold.loopback import Loopback
 

@@ -13,8 +13,7 @@ import bodies
 from host import arguments, installed
 from host.slime.rollout.sglang_rollout import GenerateState
 from host.slime.utils.types import Sample
-from replay import DONE, PROMPT, Replay, chunk, dripped, event, events, head, stream
-from slime_calls import (
+from host_calls import (
     TEXT,
     TOP_P,
     Status,
@@ -26,6 +25,7 @@ from slime_calls import (
     sample_of,
     streaming,
 )
+from replay import DONE, PROMPT, Replay, chunk, dripped, event, events, head, stream
 from streamfold.loopback import Config, Loopback, undisturbed
 from streamfold.loopback.wire import Dialect, Reply, stopped
 from streamfold.loopback.wire import stream as written

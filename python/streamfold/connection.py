@@ -72,6 +72,9 @@ class Connection:
             self._task = None
             if self.stopped:  # closing under httpx gives errors of httpcore and anyio as well as its own
                 raise Stopped from error
+            if isinstance(error, AttributeError) and self._stream is not None and not self.sent:
+                # On uvloop: httpx asks for the socket's addresses, and one that was reset at once has no socket.
+                raise httpx.ConnectError("the connection was reset as it opened") from error
             raise
         response.request = request
         if response.extensions.get("http_version") != b"HTTP/2":  # there, other requests share the stream

@@ -1,4 +1,6 @@
-"""What the adapters for trainers share: settings, and one client for each event loop and router.
+"""What the adapters for trainers share: what a trainer is to them, settings, and clients.
+
+There is one client for each event loop and router.
 
 Settings are attributes of the host's ``args`` or environment variables; attributes win. For time-outs ``none`` (in YAML
 ``null``) stands for no limit.
@@ -27,26 +29,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
 
 from streamfold.client import Client
 from streamfold.limits import Limits, Retries, Timeouts
 from streamfold.resume import Resume
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from types import ModuleType
 
-    from streamfold._core import Experts
+    from streamfold._core import Experts, Generation
+    from streamfold.resume import Extra
 
-__all__ = ["Seat", "address", "resume_policy", "seat", "setting"]
+__all__ = ["LOOK_SECONDS", "Host", "Seat", "address", "notes_of", "pause", "resume_policy", "seat", "setting"]
 
 Args: TypeAlias = Any  # the host's own; releases differ, so what may be missing is read with getattr
 Value: TypeAlias = Any  # of a setting
+HostSample: TypeAlias = Any  # likewise the host's own
 
 _NO_LIMIT: Final = ("none", "null", "")
 _UNSET: Final = object()
+LOOK_SECONDS: Final = 0.1  # how often those who wait look whether the host is aborting
 _LOOK_SECONDS: Final = 0.5
 _GRACE_SECONDS: Final = 5.0  # besides the drain: for streams to end that an abort of whole servers has reached
 
@@ -76,12 +85,144 @@ def address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
 
 
+def notes_of(sample: HostSample) -> dict[str, Any]:
+    """A sample's metadata, which may be shared: replace it, never change it."""
+    return getattr(sample, "metadata", None) or {}
+
+
+async def pause(seconds: float, aborted: Callable[[], bool]) -> None:
+    """Wait, but not after the host has begun to abort."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + seconds
+    while (left := until - clock()) > 0 and not aborted():  # noqa: ASYNC110  # a host's flag
+        await asyncio.sleep(min(left, LOOK_SECONDS))
+
+
+class Host(ABC):
+    """A trainer that imports us: where its own things are, and what it does in a way of its own. Has no state.
+
+    Attributes:
+        package: its name, and that of our module for it.
+        engine: what it generates with. Its options that concern the engine begin with that name.
+        session_policy: the router's policy under which ``session_header`` keeps the calls of a sample together.
+        session_header: likewise.
+        seed: its sampling parameter for a seed.
+        aborts_silently: whether the engine may end a stream without a finish reason when the host has aborted it.
+    """
+
+    package: ClassVar[str]
+    engine: ClassVar[Literal["sglang", "vllm"]]
+    session_policy: ClassVar[str]
+    session_header: ClassVar[str]
+    seed: ClassVar[str]
+    aborts_silently: ClassVar[bool] = False
+
+    # Where its things are.
+
+    def module(self, name: str) -> ModuleType:
+        """One of its modules. They are imported in functions: they are there in the host alone."""
+        return importlib.import_module(f"{self.package}.{name}")
+
+    @property
+    def rollout(self) -> Any:  # noqa: ANN401  # a module, whose names a type checker cannot know
+        """Its module that generates: ``GenerateState`` and so on."""
+        return self.module(f"rollout.{self.engine}_rollout")
+
+    def find(self, module: str, name: str) -> Any:  # noqa: ANN401
+        """Something that not every release has; None if this one does not."""
+        try:
+            return getattr(self.module(module), name, None)
+        except ModuleNotFoundError:
+            return None
+
+    def load(self, path: str) -> Callable[..., Any]:
+        """The function at a dotted path, found as the host finds it."""
+        function: Callable[..., Any] = self.module("utils.misc").load_function(path)
+        return function
+
+    def option(self, args: Args, name: str, *default: Value) -> Value:
+        """An option that concerns the engine; ``name`` is without the engine's."""
+        return getattr(args, f"{self.engine}_{name}", *default)
+
+    def model(self, args: Args, sample: HostSample) -> tuple[str, str] | None:
+        """The model to ask, where there are several: its name and its router's address. None: the usual one.
+
+        Raises:
+            ValueError: no router is known for the model that is named.
+        """
+        routers = self.option(args, "model_routers", None)
+        name = notes_of(sample).get("model_name") or setting(args, "model", None)
+        if not routers or not name:
+            return None
+        if name not in routers:
+            raise ValueError(f"no router for the model {name!r}; {self.engine}_model_routers has {', '.join(routers)}")
+        ip, port = routers[name]
+        return name, address(ip, port)
+
+    @property
+    def generator(self) -> str:
+        """The dotted path of our generate function for it."""
+        return f"streamfold.{self.package}.generate_streaming"
+
+    # What it does its own way.
+
+    def experts_dtype(self, count: int | None) -> Literal["int32", "uint8"]:
+        """How routed experts are asked for, if a layer has so many of them; where the reply tells, that counts."""
+        del count
+        return "int32"
+
+    def params(self, args: Args, sample: HostSample, given: Mapping[str, Any], *, evaluation: bool) -> dict[str, Any]:
+        """The sampling parameters of a sample, as :func:`~streamfold.resume.complete` takes them."""
+        del args, sample, evaluation
+        return dict(given)
+
+    @abstractmethod
+    async def besides(
+        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: Callable[[], bool]
+    ) -> Extra | None:
+        """What a sample's requests hold besides ids and parameters: images, for one.
+
+        Returns:
+            None: the host has begun to abort before it was known.
+        """
+
+    @abstractmethod
+    def traced(self, generation: Generation) -> dict[str, Any]:
+        """What is told of a generation, as the host's builder of span attributes takes it."""
+
+    # Its spans.
+
+    def span(self, sample: HostSample, name: str, **attrs: Any) -> AbstractContextManager[Any]:  # noqa: ANN401
+        """A span on the host's trace; nothing if it has no such thing."""
+        trace = self._trace
+        if trace is None:
+            return contextlib.nullcontext()
+        span: AbstractContextManager[Any] = trace.trace_span(sample, f"{self.engine}_{name}", attrs=attrs)
+        return span
+
+    def describe(self, span: object, generation: Generation) -> None:
+        """Let a span tell what a call brought, if it came to an end."""
+        build, update = (
+            getattr(self._trace, f"build_{self.engine}_meta_trace_attrs", None),
+            getattr(span, "update", None),
+        )
+        if build is not None and update is not None and generation.finish_reason is not None:
+            update(build(self.traced(generation)))
+
+    @property
+    def _trace(self) -> Any:  # noqa: ANN401  # a module
+        for name in ("observability.trace_utils", "utils.trace_utils"):  # newer and older releases
+            with contextlib.suppress(ModuleNotFoundError):
+                return self.module(name)
+        return None
+
+
 @dataclass(eq=False)
 class Seat:
     """Where calls to one router are made from, in one event loop."""
 
     client: Client
-    drain: float
+    timeouts: Timeouts
     ends: set[int] = field(default_factory=set)  # tokens at which the engine was seen to stop
     _closes: AsyncGenerator[None, None] | None = None  # kept for the loop, which closes it at its own end
     _users: int = 0
@@ -110,14 +251,14 @@ class Seat:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             looks = looks + 1 if aborted() else 0
-            if looks * _LOOK_SECONDS > self.drain + _GRACE_SECONDS:
+            if looks * _LOOK_SECONDS > self.timeouts.drain + _GRACE_SECONDS:
                 await self.client.abort_all()
 
 
 _seats: dict[asyncio.AbstractEventLoop, dict[object, Seat]] = {}
 
 
-async def seat(args: Args, url: str, experts: Experts | None = None) -> Seat:
+async def seat(host: Host, args: Args, url: str, experts: Experts | None = None) -> Seat:
     """The running loop's client for this router, made on first use and closed with the loop.
 
     Raises:
@@ -129,13 +270,13 @@ async def seat(args: Args, url: str, experts: Experts | None = None) -> Seat:
             _seats.pop(gone, None)
         _seats[loop] = {}
     limits, timeouts, retries = _limits(args), _timeouts(args), Retries(tries=_number(args, "tries", 60, int) or 1)
-    key = (url, limits, timeouts, retries, experts)
+    key = (host.engine, url, limits, timeouts, retries, experts)
     found = _seats[loop].get(key)
     if found is None:
-        client = Client(url, timeouts=timeouts, limits=limits, retries=retries, experts=experts)
+        client = Client(url, engine=host.engine, timeouts=timeouts, limits=limits, retries=retries, experts=experts)
         closes = _closing(loop, client)
         await closes.__anext__()  # which makes it known to the loop, and waits for nothing
-        found = _seats[loop][key] = Seat(client, timeouts.drain, _closes=closes)
+        found = _seats[loop][key] = Seat(client, timeouts, _closes=closes)
     return found
 
 

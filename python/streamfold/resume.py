@@ -256,7 +256,7 @@ class _Completion:
         if not before or not more:
             return
         if ended or self.tokenizer is None:
-            self._retell(known, generation.text, generation.matched, alone=generation.text is None)
+            self._retell(known, generation.text, generation.matched)
         else:  # to decode it takes time, which an abort of thousands has not
             sample.metadata = {**sample.metadata, KNOWN_TEXT: known}
 
@@ -310,12 +310,11 @@ class _Completion:
         known: int = (self.sample.metadata or {}).get(KNOWN_TEXT, len(self.sample.response))
         return known
 
-    def _retell(self, known: int, last: str | None, matched: int | str | None, *, alone: bool = False) -> None:
+    def _retell(self, known: int, last: str | None, matched: int | str | None) -> None:
         """Make the text of a response that came in parts one text, or say that it was only joined."""
         sample, text = self.sample, None
         if self.tokenizer is not None:
-            how: Any = {"known": known, "last": last, "matched": matched, "alone": alone}
-            text = whole_text(sample, self.tokenizer, self.params, **how)
+            text = whole_text(sample, self.tokenizer, self.params, known=known, last=last, matched=matched)
         if text is not None:
             sample.response = text
         elif last is not None:  # an empty one too: the part before it may have held half a character back

@@ -42,6 +42,13 @@ KNOWN_TEXT: Final = "streamfold_known_text"  # a note: how much of a joined text
 _NOTES_OF_CALLS: Final = ("text_joined", "streamfold_ended", "start_rollout_id", KNOWN_TEXT)
 
 
+_SPECULATION: Final = {  # a host's name, and vLLM's, the newer one first
+    "spec_accept_token_num": ("num_accepted_draft_tokens", "num_accepted_tokens"),
+    "spec_draft_token_num": ("num_draft_tokens",),
+    "spec_verify_ct": ("num_spec_steps", "num_verify_steps"),
+}
+
+
 class SampleLike(Protocol):
     """What :func:`merge` needs of a sample, ours or a host's."""
 
@@ -441,9 +448,11 @@ def meta_info(generation: Generation) -> dict[str, Any]:
     """What the engine told of a call, under the hosts' keys and without arrays; what it did not tell is left out."""
     told = generation.meta
     meta: dict[str, Any] = {key: value for key, value in told.items() if key.startswith("spec_") and value is not None}
+    meta |= _speculation(told)
     meta["completion_tokens"] = len(generation.token_ids)
     if generation.finish_reason is not None:
-        meta["finish_reason"] = {**(told.get("finish_reason") or {}), "type": generation.finish_reason}
+        reason = told.get("finish_reason")  # SGLang's is an object, vLLM's a word
+        meta["finish_reason"] = {**(reason if isinstance(reason, dict) else {}), "type": generation.finish_reason}
     version = generation.version_spans[-1][0] if generation.version_spans else told.get("weight_version")
     latest = {
         "prompt_tokens": generation.prompt_tokens,
@@ -451,6 +460,18 @@ def meta_info(generation: Generation) -> dict[str, Any]:
         "weight_version": version,
     }
     return meta | {key: value for key, value in latest.items() if value is not None}
+
+
+def _speculation(told: Mapping[str, Any]) -> dict[str, int]:
+    """The counts of speculative decoding that vLLM tells, or a patched build of it, under the hosts' names."""
+    stats = told.get("request_spec_decode_stats")
+    if not isinstance(stats, dict):
+        metrics = told.get("metrics")
+        stats = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if not isinstance(stats, dict):
+        return {}
+    counts = {name: next((stats[key] for key in keys if key in stats), None) for name, keys in _SPECULATION.items()}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
 def _arrays(sample: SampleLike, generation: Generation) -> dict[str, Any]:

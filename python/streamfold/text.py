@@ -73,22 +73,24 @@ def whole_text(
     """
     skip = params.get("skip_special_tokens", True)
     start = len(sample.tokens) - sample.response_length
-    head = sample.tokens[max(0, start - _CONTEXT) : start]
-    context = tokenizer.decode(head, skip_special_tokens=skip)
+    ids, before = sample.tokens[start:], sample.tokens[max(0, start - _CONTEXT) : start]
 
-    def decode(ids: list[int]) -> str:
+    def decode(head: list[int], ids: list[int]) -> str:
+        context = tokenizer.decode(head, skip_special_tokens=skip)
         text = tokenizer.decode(head + ids, skip_special_tokens=skip)
         if text.startswith(context.rstrip("\ufffd")):  # a character that the prompt leaves open is of its text
             return text[len(context) :]
         return tokenizer.decode(ids, skip_special_tokens=skip)
 
-    ids = sample.tokens[start:]
-    text = decode(ids)
-    if not text.startswith(sample.response[:known].rstrip("\ufffd")):
+    stands = sample.response[:known].rstrip("\ufffd")
+    # Where the engine sends no text the first part was decoded alone.
+    head = next((head for head in (before, []) if decode(head, ids).startswith(stands)), None)
+    if head is None:
         return None
+    text = decode(head, ids)
     shown, candidates = bool(params.get("no_stop_trim")), [text]
     if isinstance(matched, int):
-        candidates.append(decode(ids[:-1]))
+        candidates.append(decode(head, ids[:-1]))
     elif matched and (at := text.find(matched, max(0, len(text) - len(last or "") - 2 * len(matched)))) >= 0:
         candidates += [text[: at + len(matched)], text[:at]]
     if not shown:

@@ -6,24 +6,31 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+from host import engine
 from streamfold.loopback import Config
 
 
 def arguments(url: str, config: Config | None = None, **settings: Any) -> SimpleNamespace:
     """Give ``args`` for one engine, which is its own router; ``settings`` are further or other attributes.
 
-    The model's shape and vocabulary come from ``config``. ``sglang_incremental_streaming_output`` is left out unless it
-    is given, as in older slime. Set ``hf_checkpoint`` to ``loopback-vl/512`` for a model that takes images.
+    Options of the engine are those of the trainer that is installed, slime if none is. The model's shape and vocabulary
+    come from ``config``. ``sglang_incremental_streaming_output`` is left out unless it is given, as in older slime. Set
+    ``hf_checkpoint`` to ``loopback-vl/512`` for a model that takes images.
     """
     config = config or Config()
     ip, _, port = urlsplit(url).netloc.rpartition(":")
+    of_engine = {
+        "router_ip": ip,
+        "router_port": int(port),
+        "model_routers": None,
+        "server_concurrency": 512,
+        "enable_deterministic_inference": False,
+        "dp_size": 1,
+    }
+    here = engine.current()
     args = SimpleNamespace(
-        sglang_router_ip=ip,
-        sglang_router_port=int(port),
-        sglang_model_routers=None,
-        sglang_server_concurrency=512,
-        sglang_speculative_algorithm=None,
-        sglang_enable_deterministic_inference=False,
+        **{f"{here.name}_{name}": value for name, value in of_engine.items()},
+        **{here.speculative: None},
         router_policy=None,
         hf_checkpoint=f"loopback/{config.vocab_size}",
         num_layers=config.num_layers,
@@ -47,7 +54,6 @@ def arguments(url: str, config: Config | None = None, **settings: Any) -> Simple
         save=None,
         load=None,
         eval_datasets=[],
-        sglang_dp_size=1,
         rollout_num_engines=1,
         prompt_data=["the first story", "a second one"],
         n_samples_per_prompt=2,

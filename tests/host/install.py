@@ -1,4 +1,4 @@
-"""Puts the stand-in where ``import slime`` finds it, and takes it away again."""
+"""Puts the stand-in where ``import slime`` or ``import vime`` finds it, and takes it away again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from host import engine
 from host.slime.observability import trace_utils
 from host.slime.rollout import base_types, data_source, rm_hub, sample_hooks, sglang_rollout
 from host.slime.rollout.filter_hub import base_types as filter_types
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 _MODULES: dict[str, ModuleType] = {
     "rollout.data_source": data_source,
     "rollout.rm_hub": rm_hub,
-    "rollout.sglang_rollout": sglang_rollout,
     "utils.http_utils": http_utils,
     "utils.misc": misc,
     "utils.processing_utils": processing_utils,
@@ -34,31 +34,34 @@ _NEWER: dict[str, ModuleType] = {
 
 
 @contextlib.contextmanager
-def installed(*, new: bool = True) -> Iterator[None]:
-    """Make ``import slime`` give the stand-in, as long as the block runs.
+def installed(name: str = "slime", *, new: bool = True) -> Iterator[None]:
+    """Make ``import slime``, or ``import vime``, give the stand-in, as long as the block runs.
 
     Newer slime knows request aborts and keeps its span helpers in ``slime.observability``; older slime only ever aborts
     whole servers and keeps them in ``slime.utils``. It has no classes for what a rollout gives, no hooks for samples
     and no event loop of its own. What the stand-in remembers (its singleton, its HTTP client, its loop, its spans) is
     forgotten before and after.
     """
-    if _ours():
-        msg = "slime is imported already: the stand-in must not hide it"
+    if _ours(name):
+        msg = f"{name} is imported already: the stand-in must not hide it"
         raise RuntimeError(msg)
     spans_at = "observability.trace_utils" if new else "utils.trace_utils"
     _forget()
     sglang_rollout.knows_request_abort = new
-    sys.modules.update(_tree({**_MODULES, **(_NEWER if new else {}), spans_at: trace_utils}))
+    engine.choose(name)
+    modules = {**_MODULES, **(_NEWER if new else {}), spans_at: trace_utils}
+    sys.modules.update(_tree(name, {**modules, f"rollout.{engine.current().name}_rollout": sglang_rollout}))
     try:
         yield
     finally:
-        for name in _ours():
-            del sys.modules[name]
+        for ours in _ours(name):
+            del sys.modules[ours]
         _forget()
+        engine.choose("slime")
 
 
-def _ours() -> list[str]:
-    return [name for name in sys.modules if name == "slime" or name.startswith("slime.")]
+def _ours(package: str) -> list[str]:
+    return [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
 
 
 def _forget() -> None:
@@ -68,11 +71,11 @@ def _forget() -> None:
     trace_utils.spans.clear()
 
 
-def _tree(modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
+def _tree(root: str, modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
     """Hang modules below packages without a directory, so that nothing but them can be imported."""
-    tree = {"slime": _package("slime")}
+    tree = {root: _package(root)}
     for path, module in modules.items():
-        above = tree["slime"]
+        above = tree[root]
         *packages, name = path.split(".")
         for package in packages:
             full_name = f"{above.__name__}.{package}"

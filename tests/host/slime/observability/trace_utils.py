@@ -47,3 +47,9 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Choose what a span wants of terminal metadata; without a finish reason a KeyError, as in some releases."""
     attrs = {key: meta[key] for key in _META_KEYS if meta.get(key) is not None}
     return {**attrs, "finish_reason": meta["finish_reason"]["type"]}
+
+
+def build_vllm_meta_trace_attrs(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for vime, which gives the reply that was not streamed, or what would have been in it."""
+    usage = {key: value for key, value in output["usage"].items() if key in _META_KEYS and value is not None}
+    return {"id": output.get("request_id"), **usage, "finish_reason": output["choices"][0]["finish_reason"]}

@@ -1,4 +1,7 @@
-"""The host's rollout: groups of samples in flight until there are enough, the rest aborted and handed back."""
+"""The host's rollout: groups of samples in flight until there are enough, the rest aborted and handed back.
+
+In vime the module is called ``vllm_rollout``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import inspect
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from host import engine
 from host.slime.rollout.base_types import RolloutFnEvalOutput
 from host.slime.rollout.rm_hub import async_rm, batched_async_rm
 from host.slime.rollout.sample_hooks import apply_rollout_sample_hooks
@@ -50,11 +54,10 @@ class GenerateState(metaclass=SingletonMeta):
             "skip_special_tokens": args.rollout_skip_special_tokens,
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
+            **engine.current().sampling_params(args),
         }
-        if args.rollout_top_p != 1.0:
-            self.sampling_params["custom_params"] = {"return_top_p_token_ids": True}
         # Samples in flight of each data-parallel rank, and the one of the sample that was begun last.
-        self.dp_counts = [0] * (args.sglang_dp_size or 1)
+        self.dp_counts = [0] * (engine.current().option(args, "dp_size") or 1)
         self.dp_rank = 0
         self.reset()
 
@@ -70,7 +73,7 @@ class GenerateState(metaclass=SingletonMeta):
 
     def reset(self) -> None:
         """Begin a new rollout, maybe in a new event loop."""
-        self.semaphore = asyncio.Semaphore(self.args.sglang_server_concurrency)  # it belongs to one loop
+        self.semaphore = asyncio.Semaphore(engine.current().option(self.args, "server_concurrency"))  # of one loop
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[list[Sample]]] = set()
         self.generating: dict[Task, str] = {}
@@ -109,28 +112,15 @@ async def generate(args: SimpleNamespace, sample: Sample, sampling_params: Sampl
     if budget == 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    payload: dict[str, Any] = {"sampling_params": {**sampling_params, "max_new_tokens": budget}, "return_logprob": True}
-    if args.use_rollout_routing_replay:
-        payload["return_routed_experts"] = True
+    here = engine.current()
     images = (sample.multimodal_inputs or {}).get("images")
-    if images:
-        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-        payload["text"] = sample.prompt
-    else:
-        payload["input_ids"] = ids
+    data = (sample.prompt, [encode_image_for_rollout_engine(image) for image in images]) if images else None
+    payload = here.payload(args, {**sampling_params, "max_new_tokens": budget}, ids, data)
     sample.tokens = sample.tokens or ids
-    headers = None
-    if sample.session_id and args.router_policy == "consistent_hashing":
-        headers = {"X-SMG-Routing-Key": sample.session_id}
-    output = await post(f"{_router(args)}/generate", payload, headers)
-    pairs = output["meta_info"].get("output_token_logprobs") or []
-    sample.append_response_tokens(
-        args,
-        tokens=[token for _, token, _ in pairs],
-        log_probs=[logprob for logprob, _, _ in pairs],
-        meta_info=output["meta_info"],
-        text=output["text"],
-    )
+    policy, header = here.session
+    headers = {header: sample.session_id} if sample.session_id and args.router_policy == policy else None
+    output = await post(here.router(args) + here.path, payload, headers)
+    sample.append_response_tokens(args, **here.read(output, state.tokenizer.decode))
     return sample
 
 
@@ -204,8 +194,8 @@ async def generate_and_rm_group(
     tasks = []
     for i, sample in enumerate(group):
         params = sampling_params.copy()
-        if args.sglang_enable_deterministic_inference:
-            params["sampling_seed"] = args.rollout_seed + i
+        if engine.current().option(args, "enable_deterministic_inference"):
+            params[engine.current().seed] = args.rollout_seed + i
         tasks.append(asyncio.create_task(generate_and_rm(args, sample, params, evaluation)))
     try:
         group = await asyncio.gather(*tasks)
@@ -243,12 +233,13 @@ async def abort(args: SimpleNamespace, rollout_id: int) -> list[list[Sample]]:
 
 
 async def _abort_servers(args: SimpleNamespace) -> None:
-    urls = [worker["url"] for worker in (await get(f"{_router(args)}/workers"))["workers"]]
+    here = engine.current()
+    urls = [worker["url"] for worker in (await get(f"{here.router(args)}/workers"))["workers"]]
+    path, body = here.abort_all
     while True:
-        await asyncio.gather(*(post(f"{url}/abort_request", {"abort_all": True}) for url in urls))
-        answers = await asyncio.gather(*(get(f"{url}/v1/loads?include=core") for url in urls))
-        loads = [load for answer in answers for load in answer["loads"]]
-        if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+        await asyncio.gather(*(post(url + path, body) for url in urls))
+        loads = await asyncio.gather(*(get(url + here.load_path) for url in urls))
+        if not any(here.busy(load) for load in loads):
             return
         await asyncio.sleep(POLL_SECONDS)
 
@@ -306,7 +297,3 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _router(args: SimpleNamespace) -> str:
-    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"

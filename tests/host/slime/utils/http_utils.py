@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from host import engine
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from types import SimpleNamespace
@@ -21,7 +23,7 @@ def init_http_client(args: SimpleNamespace) -> None:
     """Open the client that all requests share; without it each has one of its own."""
     global _http_client  # noqa: PLW0603  # adapters read it under this name
     if _http_client is None:
-        limit = httpx.Limits(max_connections=args.sglang_server_concurrency)
+        limit = httpx.Limits(max_connections=engine.current().option(args, "server_concurrency"))
         _http_client = httpx.AsyncClient(limits=limit, **_OPTIONS)
 
 

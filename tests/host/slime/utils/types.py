@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from host import engine
 from host.slime.utils.misc import decode_int32_meta_array
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class Sample:
         self.rollout_routed_experts = rows
 
     def _set_terminal_info(self, args: SimpleNamespace | None, meta: Mapping[str, Any]) -> None:
-        if getattr(args, "sglang_speculative_algorithm", None):
+        if getattr(args, engine.current().speculative, None):
             self.spec_info.add(meta)
         self.prefix_cache_info.add(meta)
         if "weight_version" in meta:

@@ -1,11 +1,11 @@
-"""slime's fully asynchronous rollouts: ``--rollout-function-path streamfold.slime.generate_rollout_async``.
+"""Fully asynchronous rollouts: ``--rollout-function-path streamfold.slime.generate_rollout_async``, or of ``vime``.
 
 Groups stay in flight while the trainer trains, in an event loop of their own; see :class:`~streamfold.pool.Pool`. A
 rollout takes the finished ones, those first that ended first. When engines abort their requests to take new weights,
 the samples go on from the tokens that they have, with ``--partial-rollout``; otherwise they start again. The weights'
 version is the number of the rollout: ``streamfold_max_staleness`` counts rollouts.
 
-Otherwise as :mod:`streamfold.slime_rollout`, whose settings hold here too. ``keep_when_insufficient`` of a dynamic
+Otherwise as :mod:`streamfold.host_rollout`, whose settings hold here too. ``keep_when_insufficient`` of a dynamic
 filter has no meaning: no batch comes out too small.
 """
 
@@ -18,13 +18,13 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from streamfold.host_rollout import HostRollout, evaluate, host_rollout, train_output, whole_number
 from streamfold.pool import Pool
-from streamfold.slime_rollout import HostRollout, evaluate, host_rollout, train_output, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from streamfold.hosts import Args
+    from streamfold.hosts import Args, Host
 
 __all__ = ["close_rollout", "generate_rollout_async"]
 
@@ -35,27 +35,23 @@ T = TypeVar("T")
 _LONGEST_END: Final = 60.0  # seconds that the end may take, with what users' functions do in it
 
 
-def generate_rollout_async(
-    args: Args,
-    rollout_id: int,
-    data_source: Any,  # noqa: ANN401  # the host's, or ours
-    evaluation: bool = False,  # noqa: FBT001, FBT002  # the host's signature
-) -> Any:  # noqa: ANN401  # the host's class, where it has one
+def generate_rollout_async(host: Host, args: Args, rollout_id: int, data_source: Any, *, evaluation: bool) -> Any:  # noqa: ANN401
     """Give the next ``rollout_batch_size`` finished groups, or evaluate beside those in flight.
 
     The first call starts a thread with an event loop; :func:`close_rollout` ends both, as the end of the process does.
-    The data source is used in that thread: :class:`~streamfold.slime_source.DataSource` takes care that it is saved
+    The data source is used in that thread: our ``DataSource`` takes care that it is saved
     there too.
 
     Args:
-        args: the host's settings, those of the first call. Read, never changed.
+        host: the trainer. Each has a thread of its own.
+        args: its settings, those of the first call. Read, never changed.
         rollout_id: which one it is.
-        data_source: as of :func:`~streamfold.slime_rollout.generate_rollout`. With another one than before, everything
+        data_source: as of :func:`~streamfold.host_rollout.generate_rollout`. With another one than before, everything
             in flight goes back to that one first.
         evaluation: likewise.
 
     Returns:
-        As :func:`~streamfold.slime_rollout.generate_rollout`, the groups in the order in which they ended.
+        As :func:`~streamfold.host_rollout.generate_rollout`, the groups in the order in which they ended.
 
     Raises:
         StreamfoldError: too many groups have failed since the last call.
@@ -63,21 +59,19 @@ def generate_rollout_async(
             gone back to the data source, and the next call begins anew.
         ValueError: a setting makes no sense.
     """
-    global _background  # noqa: PLW0603  # one for the process
     with _lock:
-        if _background is None:
-            _background = _Background()
-        background = _background
+        background = _backgrounds.get(host.package)
+        if background is None:
+            background = _backgrounds[host.package] = _Background(host)
     if evaluation:  # there too, as what the host shares between samples belongs to one event loop
-        return background.run(evaluate(args, rollout_id))
+        return background.run(evaluate(host, args, rollout_id))
     return background.run(background.rollout(args, rollout_id, data_source))
 
 
-def close_rollout() -> None:
+def close_rollout(host: Host) -> None:
     """Abort what is in flight, give everything back to its data source, and end the thread. Safe to call twice."""
-    global _background
     with _lock:
-        background, _background = _background, None
+        background = _backgrounds.pop(host.package, None)
     if background is not None:
         background.end()
 
@@ -85,7 +79,8 @@ def close_rollout() -> None:
 class _Background:
     """A thread with an event loop, and the pool that lives there."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: Host) -> None:
+        self.host: Final = host
         self._loop: asyncio.AbstractEventLoop
         self._is_up = threading.Event()
         self._pool: Pool | None = None
@@ -149,7 +144,7 @@ class _Background:
         return train_output(rollout, data_source, rollout_id, groups, pool.metrics())
 
     async def _open(self, args: Args, version: int, data_source: Any) -> None:  # noqa: ANN401
-        rollout = await host_rollout(args, data_source, pooled=True)
+        rollout = await host_rollout(self.host, args, data_source, pooled=True)
         in_flight = whole_number(args, "in_flight", None)
         if in_flight is None:
             in_flight = max(1, rollout.config.concurrency * await rollout.engines() // args.n_samples_per_prompt)
@@ -167,12 +162,13 @@ class _Background:
 
 
 def _close_at_exit() -> None:
-    try:
-        close_rollout()
-    except Exception:
-        log.exception("the end of the process found groups in flight, and could not give them back")
+    for background in list(_backgrounds.values()):
+        try:
+            close_rollout(background.host)
+        except Exception:  # noqa: PERF203  # there are two at most
+            log.exception("the end of the process found groups in flight, and could not give them back")
 
 
-_background: _Background | None = None
+_backgrounds: Final[dict[str, _Background]] = {}  # of each host by its name, one for the process
 _lock = threading.Lock()
 atexit.register(_close_at_exit)

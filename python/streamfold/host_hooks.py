@@ -5,67 +5,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import importlib
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold import groups as rules
+from streamfold.hosts import pause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from streamfold.client import Client
-    from streamfold.hosts import Args
+    from streamfold.hosts import Args, Host, HostSample
 
-__all__ = ["GENERATE", "HostGenerate", "HostRewards", "from_host", "load"]
+__all__ = ["HostGenerate", "HostRewards"]
 
 log = logging.getLogger("streamfold")
 
-# The host's own, whose releases differ.
-_Sample: TypeAlias = Any
-_State: TypeAlias = Any
-
-GENERATE: Final = "streamfold.slime.generate_streaming"
-"""The generator where the host's user names none."""
-
-_LOOK_SECONDS: Final = 0.1
-
-
-def from_host(module: str, name: str) -> Any:  # noqa: ANN401
-    """Something that not every release of the host has; None if this one does not."""
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError:
-        return None
-
-
-def load(path: str) -> Callable[..., Any]:
-    """The function at a dotted path, found as the host finds it."""
-    from slime.utils.misc import load_function  # type: ignore[import-not-found]  # noqa: PLC0415  # only in the host
-
-    function: Callable[..., Any] = load_function(path)
-    return function
+_State: TypeAlias = Any  # the host's own, whose releases differ
 
 
 class HostGenerate:
     """Generates a sample by the function that the host would take, and shows it to the host's hooks."""
 
-    def __init__(self, args: Args, state: _State, client: Client, rewards: HostRewards) -> None:
+    def __init__(self, host: Host, args: Args, state: _State, client: Client, rewards: HostRewards) -> None:
+        self._host = host
         self._args = args
         self._state = state
         self._retries = client.retries
         self._rewards = rewards
-        self._hooks = from_host("slime.rollout.sample_hooks", "apply_rollout_sample_hooks")
+        self._hooks = host.find("rollout.sample_hooks", "apply_rollout_sample_hooks")
         if not getattr(args, "rollout_sample_hook_path", None):
             self._hooks = None
 
-    def abort_mode(self, sample: _Sample) -> str:
+    def abort_mode(self, sample: HostSample) -> str:
         """How the sample's generator is ended early."""
         return str(getattr(self._function(sample), "abort_mode", "server"))
 
-    async def __call__(self, sample: _Sample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]) -> Any:  # noqa: ANN401
+    async def __call__(
+        self, sample: HostSample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]
+    ) -> Any:  # noqa: ANN401
         """The sample, or what was made of it."""
         made = await self._generated(sample, sampling_params, aborted)
         if self._hooks is not None and made and not rules.open_ones([made]):
@@ -74,13 +54,16 @@ class HostGenerate:
             self._rewards.remember(made)
         return made
 
-    def _function(self, sample: _Sample) -> Callable[..., Awaitable[Any]]:
+    def _function(self, sample: HostSample) -> Callable[..., Awaitable[Any]]:
         path = getattr(sample, "generate_function_path", None)
-        return load(path or getattr(self._args, "custom_generate_function_path", None) or GENERATE)
+        path = path or getattr(self._args, "custom_generate_function_path", None)
+        return self._host.load(path or self._host.generator)
 
-    async def _generated(self, sample: _Sample, sampling_params: dict[str, Any], aborted: Callable[[], bool]) -> Any:  # noqa: ANN401
+    async def _generated(self, sample: HostSample, sampling_params: dict[str, Any], aborted: Callable[[], bool]) -> Any:  # noqa: ANN401
         function = self._function(sample)
         told = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
+        if "sampling_seed" in sampling_params:  # our loop's name for it; the generator may be the host's
+            sampling_params[self._host.seed] = sampling_params.pop("sampling_seed")
         failures = 0
         for left in range(self._retries.tries - 1, -1, -1):
             before = sample.response_length
@@ -92,10 +75,10 @@ class HostGenerate:
             sample = made
             failures = 1 if sample.response_length > before else failures + 1
             self._make_ready(sample)
-            await _pause(self._retries.pause(failures), aborted)
+            await pause(self._retries.pause(failures), aborted)
         return made
 
-    def _make_ready(self, sample: _Sample) -> None:
+    def _make_ready(self, sample: HostSample) -> None:
         """Let a sample go on, or start again, as after any abort."""
         log.info("sample %s was aborted by its engine after %d tokens", sample.index, sample.response_length)
         if not getattr(self._args, "partial_rollout", False):
@@ -114,28 +97,25 @@ class HostGenerate:
 class HostRewards:
     """Asks the host for rewards: of a sample, of a group, or at once of all samples that were made of one."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, host: Host, args: Args) -> None:
+        self._host = host
         self._args = args
         self._made: dict[int, _Together] = {}
 
-    def remember(self, samples: list[_Sample]) -> None:
+    def remember(self, samples: list[HostSample]) -> None:
         """Let samples be judged together, as the host does with those that one generation made."""
         together = _Together(samples)
         self._made.update({id(sample): together for sample in samples if sample.reward is None})
 
-    async def __call__(self, judged: _Sample | list[_Sample]) -> Any:  # noqa: ANN401
+    async def __call__(self, judged: HostSample | list[HostSample]) -> Any:  # noqa: ANN401
         """The reward, or one for each."""
-        from slime.rollout.rm_hub import (  # type: ignore[import-not-found]  # noqa: PLC0415  # only in the host
-            async_rm,
-            batched_async_rm,
-        )
-
+        rm_hub: Any = self._host.module("rollout.rm_hub")
         if isinstance(judged, list):
-            return await batched_async_rm(self._args, judged)
+            return await rm_hub.batched_async_rm(self._args, judged)
         together = self._made.get(id(judged))
         if together is None:
-            return await async_rm(self._args, judged)
-        reward = await together.reward(judged, lambda samples: batched_async_rm(self._args, samples))
+            return await rm_hub.async_rm(self._args, judged)
+        reward = await together.reward(judged, lambda samples: rm_hub.batched_async_rm(self._args, samples))
         del self._made[id(judged)]
         return reward
 
@@ -144,11 +124,11 @@ class HostRewards:
 class _Together:
     """Samples whose rewards come from one call, for whoever of them asks first."""
 
-    samples: list[_Sample]
+    samples: list[HostSample]
     waiting: int = 0
     task: asyncio.Task[dict[int, Any]] | None = None
 
-    async def reward(self, sample: _Sample, ask: Callable[[list[_Sample]], Awaitable[list[Any]]]) -> Any:  # noqa: ANN401
+    async def reward(self, sample: HostSample, ask: Callable[[list[HostSample]], Awaitable[list[Any]]]) -> Any:  # noqa: ANN401
         """The reward of one of them. The call is cut when nobody waits for it any more."""
         task = self.task = self.task or asyncio.ensure_future(self._ask(ask))
         self.waiting += 1
@@ -163,7 +143,7 @@ class _Together:
                     await asyncio.wait([task])
         return task.result()[id(sample)]
 
-    async def _ask(self, ask: Callable[[list[_Sample]], Awaitable[list[Any]]]) -> dict[int, Any]:
+    async def _ask(self, ask: Callable[[list[HostSample]], Awaitable[list[Any]]]) -> dict[int, Any]:
         asked = [sample for sample in self.samples if sample.reward is None]
         rewards = await ask(asked)
         if len(rewards) != len(asked):
@@ -184,11 +164,3 @@ async def _whole(work: Awaitable[Any]) -> Any:  # noqa: ANN401
             await asyncio.wait([task])
             raise
     return task.result()
-
-
-async def _pause(seconds: float, aborted: Callable[[], bool]) -> None:
-    """Wait, but not after an abort."""
-    clock = asyncio.get_running_loop().time
-    until = clock() + seconds
-    while (left := until - clock()) > 0 and not aborted():  # noqa: ASYNC110  # a flag of others
-        await asyncio.sleep(min(left, _LOOK_SECONDS))

@@ -1,4 +1,4 @@
-"""Rollouts of slime by ours, without an engine."""
+"""Rollouts of the trainer that is installed by ours, without an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from host.helpers import nowhere
 from host.slime.rollout.base_types import RolloutFnTrainOutput
 from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.rollout.sglang_rollout import GenerateState
-from streamfold import slime
+from host_calls import adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +22,8 @@ def scripted(generate: Callable[..., Any], **settings: Any) -> SimpleNamespace:
 
 
 def rolled(args: SimpleNamespace, source: Any = None, rollout_id: int = 0) -> tuple[list[list[Any]], dict[str, Any]]:
-    """Do one rollout of newer slime: its groups and its metrics."""
-    output = slime.generate_rollout(args, rollout_id, source or RolloutDataSourceWithBuffer(args))
+    """Do one rollout of a newer release: its groups and its metrics."""
+    output = adapter().generate_rollout(args, rollout_id, source or RolloutDataSourceWithBuffer(args))
     assert type(output) is RolloutFnTrainOutput
     assert not GenerateState(args).aborted
     return output.samples, output.metrics or {}

@@ -1,6 +1,6 @@
-"""slime's data source with a buffer that outlives its process: ``--data-source-path streamfold.slime.DataSource``.
+"""A data source with a buffer that outlives its process: ``--data-source-path streamfold.slime.DataSource``, or vime's.
 
-slime saves how far its prompts were read, and loses what waits in its buffer. This one saves, beside slime's own file,
+The hosts save how far prompts were read, and lose what waits in the buffer. This one saves, beside the host's own file,
 all groups that were drawn and that the trainer has not got yet: partial ones, finished ones that wait, and those in
 flight. So a run that goes on from a checkpoint gives the trainer no group twice, and none is missing.
 """
@@ -8,7 +8,6 @@ flight. So a run that goes on from a checkpoint gives the trainer no group twice
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -19,23 +18,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from streamfold.buffer import Group
-    from streamfold.hosts import Args
+    from streamfold.hosts import Args, Host
 
-__all__ = ["DurableSource"]
+__all__ = ["DurableSource", "data_source"]
 
 log = logging.getLogger("streamfold")
 
 T = TypeVar("T")
-_Host: TypeAlias = Any  # the data source, by its attributes that are the host's
+_Source: TypeAlias = Any  # the data source, by its attributes that are the host's
 
 _COUNTERS: Final = ("epoch_id", "sample_group_index", "sample_index", "sample_offset")
 
 
 class DurableSource:
-    """What :class:`DataSource <streamfold.slime.DataSource>` adds to slime's ``RolloutDataSourceWithBuffer``.
+    """What our ``DataSource`` adds to the host's ``RolloutDataSourceWithBuffer``.
 
     Groups are taken from the buffer first, oldest first, or as ``buffer_filter_path`` chooses; then new ones are drawn.
-    Rollout functions of streamfold tell it what becomes of each group. To others it is what slime's is, a buffer of
+    Rollout functions of streamfold tell it what becomes of each group. To others it is what the host's is, a buffer of
     what came back; that is saved as well.
 
     Attributes:
@@ -43,23 +42,24 @@ class DurableSource:
         keeps_account: whether groups that were taken are in flight until somebody tells :meth:`done`.
     """
 
-    _draw: Callable[[_Host], Group]
+    _package: str  # the host's name
+    _draw: Callable[[_Source], Group]
     _sample_type: type[Any]
 
     def __init__(self, args: Args) -> None:
         self._super.__init__(args)
-        here: _Host = self
+        here: _Source = self
         self._chooses = bool(
             getattr(args, "buffer_filter_path", None) or getattr(args, "buffer_sort_by_staleness", False)
         )
-        prompts = None if here.dataset is None else _Prompts(here, self._draw)
+        prompts = None if here.dataset is None else _Prompts(here, self._draw, self._package)
         self.buffer = _Placed(prompts, self._sample_type)
         self.keeps_account = False
         self._delivered: tuple[int, list[Group]] | None = None
         self._call: Callable[[Callable[[], Any]], Any] | None = None
 
     @property
-    def _super(self) -> _Host:
+    def _super(self) -> _Source:
         return super()
 
     # Groups.
@@ -103,7 +103,7 @@ class DurableSource:
     # The file.
 
     def save(self, rollout_id: int) -> None:
-        """Write ``{args.save}/rollout/streamfold_buffer_{rollout_id}``, and slime's own file.
+        """Write ``{args.save}/rollout/streamfold_buffer_{rollout_id}``, and the host's own file.
 
         What the trainer got in a later rollout than ``rollout_id``, as an asynchronous trainer does before it saves,
         counts as not delivered: a run that goes on from here gives it that again.
@@ -118,7 +118,7 @@ class DurableSource:
         self._super.save(rollout_id)  # second: without ours it would be a state that has lost the buffer
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from what :meth:`save` wrote for that rollout; from slime's file alone if there is no other.
+        """Go on from what :meth:`save` wrote for that rollout; from the host's file alone if there is no other.
 
         Raises:
             ValueError: our file is damaged, or of something else.
@@ -128,20 +128,22 @@ class DurableSource:
         if getattr(args, "load", None) is None:
             return
         if self._call is not None:
-            raise RuntimeError("groups are in flight: call streamfold.slime.close_rollout() before load()")
+            raise RuntimeError(f"groups are in flight: call streamfold.{self._package}.close_rollout() before load()")
         path = _path(args.load, rollout_id)
         try:
             self._super.load(rollout_id)
         except Exception as error:
             if not path.exists():
                 raise
-            log.warning("slime's own state of rollout %s cannot be read (%r); ours is enough", rollout_id, error)
+            log.warning(
+                "%s's own state of rollout %s cannot be read (%r); ours is enough", self._package, rollout_id, error
+            )
         if path.exists():
             self.buffer.load(path)
             self._delivered = None
             log.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
             return
-        here: _Host = self
+        here: _Source = self
         self.buffer.start_at(here.sample_group_index)
         if self.buffer.position:
             log.warning("there is no %s: what waited when rollout %s was saved is not here", path, rollout_id)
@@ -150,7 +152,7 @@ class DurableSource:
 
     @property
     def _host_args(self) -> Args:
-        here: _Host = self
+        here: _Source = self
         return here.args
 
     def _there(self, function: Callable[[], T]) -> T:
@@ -161,7 +163,7 @@ class DurableSource:
         return result
 
     def _take(self, count: int) -> list[Group]:
-        here: _Host = self
+        here: _Source = self
         if here.dataset is None and len(self.buffer) < count:
             raise RuntimeError(
                 f"{count} groups are asked for, {len(self.buffer)} wait, and there are no prompts to draw: "
@@ -174,7 +176,7 @@ class DurableSource:
 
     def _chosen(self, count: int) -> list[Group]:
         """Groups that the host's filter chooses among those that wait, and new ones."""
-        here: _Host = self
+        here: _Source = self
         waiting = self.buffer.take(len(self.buffer))
         rest, chosen = list(waiting), []
         try:
@@ -215,52 +217,56 @@ class _Placed(Buffer):
 class _Prompts:
     """The host's groups, one at a time, from where the host has got to; that can be set."""
 
-    def __init__(self, host: _Host, draw: Callable[[_Host], Group]) -> None:
-        self._host = host
+    def __init__(self, source: _Source, draw: Callable[[_Source], Group], package: str) -> None:
+        self._source = source
         self._draw = draw
+        self._package = package
 
     def __iter__(self) -> Iterator[Group]:
         while True:
-            yield self._draw(self._host)
+            yield self._draw(self._source)
 
     def seek(self, position: int) -> None:
         """Go behind so many groups. The host's own file says the same, if it was not lost on the way."""
-        host = self._host
-        if host.sample_group_index == position:
+        source = self._source
+        told = source.sample_group_index
+        if told == position:
             return
-        log.warning("slime's own state tells of %d groups, ours of %d: ours counts", host.sample_group_index, position)
-        if host.sample_group_index > position:
+        log.warning("%s's own state tells of %d groups, ours of %d: ours counts", self._package, told, position)
+        if told > position:
             for name in _COUNTERS:
-                setattr(host, name, 0)
-            if getattr(host.args, "rollout_shuffle", False):
-                host.dataset.shuffle(0)
-        while host.sample_group_index < position:
-            self._draw(host)
+                setattr(source, name, 0)
+            if getattr(source.args, "rollout_shuffle", False):
+                source.dataset.shuffle(0)
+        while source.sample_group_index < position:
+            self._draw(source)
 
 
 def _path(folder: str, rollout_id: int | None) -> Path:
     return Path(folder) / "rollout" / f"streamfold_buffer_{rollout_id}"
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # a class
-    if name != "DataSource":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def data_source(host: Host) -> type[Any]:
+    """The class that is both the host's and ours: ``DataSource`` of our module for it.
+
+    Raises:
+        ModuleNotFoundError: the host is not installed.
+    """
     try:
-        module = importlib.import_module("slime.rollout.data_source")
+        module: Any = host.module("rollout.data_source")
     except ModuleNotFoundError:  # older releases
-        module = importlib.import_module("slime.ray.rollout_data_source")
-    return _made(module.RolloutDataSource, module.RolloutDataSourceWithBuffer)
+        module = host.module("ray.rollout_data_source")
+    sample_type = host.module("utils.types").Sample
+    return _made(host.package, module.RolloutDataSource, module.RolloutDataSourceWithBuffer, sample_type)
 
 
 @functools.cache
-def _made(plain: Any, buffered: Any) -> type[Any]:  # noqa: ANN401  # the host's classes
-    """The class that is both the host's and ours."""
-    from slime.utils.types import Sample  # type: ignore[import-not-found]  # noqa: PLC0415  # only in the host
-
+def _made(package: str, plain: Any, buffered: Any, sample_type: type[Any]) -> type[Any]:  # noqa: ANN401  # the host's
     members = {
         "__doc__": DurableSource.__doc__,
-        "__module__": __name__,
-        "_draw": staticmethod(lambda host: plain.get_samples(host, 1)[0]),
-        "_sample_type": Sample,
+        "__module__": f"streamfold.{package}",
+        "_package": package,
+        "_draw": staticmethod(lambda source: plain.get_samples(source, 1)[0]),
+        "_sample_type": sample_type,
     }
     return type("DataSource", (DurableSource, buffered), members)
