@@ -6,6 +6,8 @@ CARGO ?= cargo
 FUZZ_SECONDS ?= 20
 BENCH_ARGS ?=
 TEST_ARGS ?=
+# Processes that run Python tests side by side; many tests wait for servers, so two cores are worth three.
+TEST_JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,7 +41,7 @@ test: $(BUILT)  ## Run the Rust and Python tests (without torch)
 	  $(CARGO) test --workspace --locked --all-targets; \
 	fi
 	$(CARGO) test --workspace --locked --doc
-	$(BIN)/pytest $(TEST_ARGS)
+	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
 
 test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB)
 	$(BIN)/pytest -m torch $(TEST_ARGS)

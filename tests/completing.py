@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from replay import FIN, PROMPT, event, stream
+from replay import FIN, PROMPT, stream
 from streamfold.limits import Retries
 from streamfold.resume import complete
 from streamfold.sample import Sample
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from replay import Request, Step
+    from speaking import Speech
     from streamfold import Client
     from streamfold.loopback import Loopback
 
@@ -29,10 +30,10 @@ async def completed(client: Client, sample: Sample, **how: Any) -> Sample:
     return await complete(client, sample, sample.metadata["sampling_params"], **how)
 
 
-def differs(sample: Sample, engine: Loopback, prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
+def differs(speech: Speech, sample: Sample, engine: Loopback, prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
     """What is not as in the undisturbed generation; the text is compared where no character can have been cut."""
     params = sample.metadata["sampling_params"]
-    told = engine.undisturbed(prompt, params, return_logprob=True)
+    told = speech.undisturbed(engine, prompt, params)
     assert told.finish is not None
     status = {"stop": Sample.Status.COMPLETED, "length": Sample.Status.TRUNCATED}[told.finish["type"]]
     expected = {
@@ -51,11 +52,6 @@ def answers(*replies: Sequence[Step]) -> Callable[[Request], Sequence[Step]]:
     """The n-th request gets the n-th reply."""
     left = iter(replies)
     return lambda _request: next(left)
-
-
-def part(ids: Sequence[int], *, prompt: int = 3, finish: Any = None, **meta: Any) -> bytes:
-    """The one event of a call."""
-    return event(ids, len(ids), finish, prompt_tokens=prompt, **meta)
 
 
 def cut(*payloads: bytes) -> list[Step]:

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
+from speaking import SPEECHES, VLLM
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from speaking import Speech
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -38,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=hint))
+    items[:] = [item for item in items if not _is_left_out(item)]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """Whether both its loop and its engine are the second ones: each alone is enough."""
+    values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return all(any(value is second for value in values) for second in (VLLM, LOOPS["uvloop"]))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -48,6 +59,13 @@ def pytest_asyncio_loop_factories(
     module = item.getparent(pytest.Module)
     both = module is not None and getattr(module.obj, "BOTH_LOOPS", False)
     return LOOPS if both else {"asyncio": LOOPS["asyncio"]}
+
+
+@pytest.fixture(params=SPEECHES.values(), ids=[*SPEECHES])
+def speech(request: pytest.FixtureRequest) -> Speech:
+    """How an engine speaks. A test that asks for it is run with each, the second one on asyncio alone."""
+    speech: Speech = request.param
+    return speech
 
 
 @pytest.fixture

@@ -52,6 +52,20 @@ class Request:
     def json(self) -> Any:
         return json.loads(self.body)
 
+    @property
+    def rid(self) -> str:
+        """The id that it is known by, or of the request that it is to end; empty if there is none."""
+        told = self.json
+        if "request_ids" in told:  # vLLM's Python frontend puts a prefix before ids, the Rust one does not
+            prefixed, rid = told["request_ids"]
+            assert prefixed == f"generate-tokens-{rid}"
+        elif "request_id" in told:
+            rid = told["request_id"]
+            assert self.headers["x-request-id"] == rid, "the header would win"
+        else:
+            rid = told.get("rid", "")
+        return str(rid)
+
 
 Route = Steps | Callable[[Request], Steps]
 
@@ -60,7 +74,8 @@ class Replay:
     """Serve on a free loopback port while the context is open.
 
     ``routes`` maps a path (without its query) to steps, or to a function of the request that gives them. By default
-    there is no router, aborts are taken, and nothing else is found.
+    there is no router, aborts are taken, and nothing else is found. It is SGLang's unless other paths are given: see
+    ``speaking``.
     """
 
     def __init__(
@@ -70,12 +85,12 @@ class Replay:
         host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
         routes: Mapping[str, Route] | None = None,
+        path: str = "/generate",
+        abort_path: str = "/abort_request",
     ) -> None:
-        self.routes: dict[str, Route] = {
-            "/generate": generate,
-            "/abort_request": answer_json(None),
-            **(routes or {}),
-        }
+        self.path = path
+        self.abort_path = abort_path
+        self.routes: dict[str, Route] = {path: generate, abort_path: answer_json(None), **(routes or {})}
         self.requests: list[Request] = []
         self.accepted = 0
         self.open = 0
@@ -104,11 +119,11 @@ class Replay:
 
     @property
     def generates(self) -> list[Request]:
-        return self.at("/generate")
+        return self.at(self.path)
 
     @property
     def aborts(self) -> list[str]:
-        return [request.json["rid"] for request in self.at("/abort_request")]
+        return [request.rid for request in self.at(self.abort_path)]
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -130,8 +145,8 @@ class Replay:
         ahead = b""
         while request := await read_request(reader, ahead):
             self.requests.append(request)
-            if request.target.endswith("/abort_request"):
-                self.aborted[request.json.get("rid", "")].set()
+            if request.target.endswith(self.abort_path):
+                self.aborted[request.rid].set()
             route = self.routes.get(request.target.partition("?")[0], answer_json({"detail": "Not Found"}, status=404))
             steps = route(request) if callable(route) else route
             watch = asyncio.ensure_future(reader.read(1))
@@ -192,6 +207,7 @@ def _note_close(request: Request, watch: asyncio.Future[bytes]) -> None:
 # What an engine writes.
 
 PROMPT = [5, 6, 7]
+ASKED = {"max_new_tokens": 100}  # vLLM is never asked without a budget
 
 
 def head(
@@ -273,6 +289,6 @@ RUNNING: list[Step] = [head(), *map(chunk, events(2, finish=None)), HANG]
 
 async def begun(client: Client, **asked: Any) -> Call:
     """A call whose first two tokens are there."""
-    call = client.start(PROMPT, {}, **asked)
+    call = client.start(PROMPT, ASKED, **asked)
     await until(lambda: call.token_count == 2)
     return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,13 @@ import numpy as np
 import pytest
 
 from replay import (
+    ASKED,
     DONE,
     END,
     HANG,
     LAST_CHUNK,
     PROMPT,
     RST,
-    RUNNING,
     Replay,
     Request,
     Route,
@@ -25,29 +24,30 @@ from replay import (
     answer_json,
     begun,
     chunk,
-    event,
-    events,
     head,
     stream,
     until,
 )
-from streamfold import Call, Client, Experts, Generation, Limits, StreamTruncated, Timeouts
+from speaking import SGLANG, VLLM
+from streamfold import Call, Experts, Generation, Limits, StreamTruncated, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from speaking import Speech
+
 BOTH_LOOPS = True
 
-ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 EXPERTS = Experts(2, 1)
+drains = pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # vLLM sends no side data with an abort
 
 
-def obeys(server: Replay, *last: bytes, after: float = 0.0) -> Route:
+def obeys(speech: Speech, server: Replay, *last: bytes, after: float = 0.0) -> Route:
     """An engine that ends a request when it is told to, with a terminal event that may take its time."""
 
     def route(request: Request) -> Iterator[Step]:
-        yield from (head(), *map(chunk, events(2, finish=None)))
-        yield server.aborted[request.json["rid"]]
+        yield from (head(), *map(chunk, speech.events(2, finish=None)))
+        yield server.aborted[request.rid]
         yield after
         yield from stream(*last, DONE)[1:]
 
@@ -56,13 +56,13 @@ def obeys(server: Replay, *last: bytes, after: float = 0.0) -> Route:
 
 def with_experts(ids: list[int], total: int) -> bytes:
     rows = np.arange((len(PROMPT) + total - 1) * 2, dtype=np.int32)
-    return event(ids, total, ABORTED, routed_experts=base64.b64encode(rows.tobytes()).decode())
+    return SGLANG.event(ids, total, "abort", experts=rows.reshape(-1, 2, 1))
 
 
 # The order of an abort.
 
 
-async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_reply() -> None:
+async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_reply(speech: Speech) -> None:
     left: list[bool] = []
 
     def reply(request: Request) -> Iterator[Step]:
@@ -72,7 +72,10 @@ async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_r
         left.append(running.peer_closed.is_set())
         yield from answer_json(None)
 
-    async with Replay(RUNNING, routes={"/abort_request": reply}) as server, Client(server.url) as client:
+    async with (
+        speech.replay(speech.running, routes={speech.abort_path: reply}) as server,
+        speech.client(server.url) as client,
+    ):
         call = await begun(client)
         generation = await call.abort()
         assert left == [False, False]
@@ -85,10 +88,13 @@ async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_r
 
 @pytest.mark.parametrize("silence", [[HANG], [head(200), HANG]], ids=["no reply", "half a reply"])
 async def test_an_engine_that_does_not_answer_the_abort_is_left_after_a_second(
-    silence: list[Step], monkeypatch: pytest.MonkeyPatch
+    speech: Speech, silence: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.abort._SECONDS", 1.2)
-    async with Replay(RUNNING, routes={"/abort_request": silence}) as server, Client(server.url) as client:
+    async with (
+        speech.replay(speech.running, routes={speech.abort_path: silence}) as server,
+        speech.client(server.url) as client,
+    ):
         call = await begun(client)
         generation = await asyncio.wait_for(call.abort(), 5)
         assert generation.token_ids.tolist() == [1, 2]
@@ -96,38 +102,47 @@ async def test_an_engine_that_does_not_answer_the_abort_is_left_after_a_second(
     await until(lambda: server.open == 0)
 
 
-async def test_tokens_that_arrive_while_the_engine_is_being_told_are_kept() -> None:
-    async with Replay(routes={"/abort_request": [0.2, *answer_json(None)]}) as server:
-        server.routes["/generate"] = obeys(server, event([3], 3, ABORTED))
-        async with Client(server.url) as client:
+async def test_tokens_that_arrive_while_the_engine_is_being_told_are_kept(speech: Speech) -> None:
+    async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
+        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"))
+        async with speech.client(server.url) as client:
             generation = await (await begun(client)).abort()
             assert generation.token_ids.tolist() == [1, 2, 3]
             assert generation.finish_reason == "abort"
 
 
-async def test_an_answer_that_ends_by_itself_while_it_is_aborted_is_whole() -> None:
-    async with Replay(routes={"/abort_request": [0.2, *answer_json(None)]}) as server:
-        server.routes["/generate"] = obeys(server, event([3], 3, "stop"))
-        async with Client(server.url) as client:
+async def test_an_answer_that_ends_by_itself_while_it_is_aborted_is_whole(speech: Speech) -> None:
+    async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
+        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "stop"))
+        async with speech.client(server.url) as client:
             assert (await (await begun(client)).abort()).finish_reason == "stop"
 
 
-async def test_without_side_data_an_abort_does_not_wait_for_the_terminal_event() -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = obeys(server, event([3], 3, ABORTED), after=5)
-        async with Client(server.url, timeouts=Timeouts(drain=60)) as client:
+async def test_without_side_data_an_abort_does_not_wait_for_the_terminal_event(speech: Speech) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"), after=5)
+        async with speech.client(server.url, timeouts=Timeouts(drain=60)) as client:
             generation = await asyncio.wait_for((await begun(client)).abort(), 4)
             assert generation.token_ids.tolist() == [1, 2]
             assert generation.finish_reason is None
 
 
+async def test_where_an_abort_brings_no_side_data_it_is_not_waited_for() -> None:
+    async with VLLM.replay() as server:
+        server.routes[VLLM.path] = obeys(VLLM, server, VLLM.event([3], 3, "abort"), after=5)
+        async with VLLM.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
+            generation = await asyncio.wait_for((await begun(client, top_p=True)).abort(), 4)
+            assert (generation.token_ids.tolist(), generation.finish_reason) == ([1, 2], None)
+
+
 # Draining.
 
 
-async def test_with_side_data_an_abort_reads_on_to_the_terminal_event_that_carries_it() -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = obeys(server, with_experts([3], 3), after=0.2)
-        async with Client(server.url, experts=EXPERTS) as client:
+@drains
+async def test_with_side_data_an_abort_reads_on_to_the_terminal_event_that_carries_it(speech: Speech) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, with_experts([3], 3), after=0.2)
+        async with speech.client(server.url, experts=EXPERTS) as client:
             generation = await (await begun(client)).abort()
             assert generation.finish_reason == "abort"
             assert generation.token_ids.tolist() == [1, 2, 3]
@@ -135,36 +150,46 @@ async def test_with_side_data_an_abort_reads_on_to_the_terminal_event_that_carri
             assert generation.routed_experts.shape == (len(PROMPT) + 3 - 1, 2, 1)
 
 
+@drains
 @pytest.mark.parametrize("asked", [{"top_p": True}, {"extra": {"return_routed_experts": True}}], ids=["top_p", "extra"])
-async def test_every_way_to_ask_for_side_data_makes_an_abort_drain(asked: dict[str, Any]) -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = obeys(server, event([3], 3, ABORTED), after=0.2)
-        async with Client(server.url) as client:
+async def test_every_way_to_ask_for_side_data_makes_an_abort_drain(speech: Speech, asked: dict[str, Any]) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"), after=0.2)
+        async with speech.client(server.url) as client:
             assert (await (await begun(client, **asked)).abort()).finish_reason == "abort"
 
 
-async def test_a_drain_ends_when_its_time_is_up_and_keeps_what_came() -> None:
-    async with Replay(RUNNING) as server, Client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=0.2)) as client:
+@drains
+async def test_a_drain_ends_when_its_time_is_up_and_keeps_what_came(speech: Speech) -> None:
+    async with (
+        speech.replay(speech.running) as server,
+        speech.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=0.2)) as client,
+    ):
         generation = await asyncio.wait_for((await begun(client)).abort(), 5)
         assert generation.token_ids.tolist() == [1, 2]
         assert generation.routed_experts is None
         assert generation.finish_reason is None
 
 
-async def test_a_drain_that_is_given_wins_over_the_clients() -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = obeys(server, event([3], 3, ABORTED), after=0.2)
-        async with Client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
+@drains
+async def test_a_drain_that_is_given_wins_over_the_clients(speech: Speech) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"), after=0.2)
+        async with speech.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
             assert (await asyncio.wait_for((await begun(client)).abort(drain=0), 5)).finish_reason is None
-        async with Client(server.url) as client:
+        async with speech.client(server.url) as client:
             assert (await (await begun(client)).abort(drain=10)).finish_reason == "abort"
             with pytest.raises(ValueError, match="drain"):
                 await (await begun(client)).abort(drain=-1)
 
 
+@drains
 @pytest.mark.parametrize("second", ["abort", "cancel", "cancel of the waiter", "close"])
-async def test_a_second_abort_or_cancel_ends_the_drain(second: str) -> None:
-    async with Replay(RUNNING) as server, Client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
+async def test_a_second_abort_or_cancel_ends_the_drain(speech: Speech, second: str) -> None:
+    async with (
+        speech.replay(speech.running) as server,
+        speech.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client,
+    ):
         call = await begun(client)
         waiter = asyncio.ensure_future(call.abort() if second != "cancel of the waiter" else client_wait(call))
         if second == "cancel of the waiter":
@@ -194,24 +219,25 @@ async def client_wait(call: Call) -> Generation:
     return await call
 
 
-async def test_damage_in_a_drain_does_not_turn_an_abort_into_an_error() -> None:
-    async with Replay() as server:
+async def test_damage_in_a_drain_does_not_turn_an_abort_into_an_error(speech: Speech) -> None:
+    async with speech.replay() as server:
 
         def damaged(request: Request) -> Iterator[Step]:
-            yield from RUNNING[:-1]
-            yield server.aborted[request.json["rid"]]
+            yield from speech.running[:-1]
+            yield server.aborted[request.rid]
             yield from (chunk(b"data: {damage\n\n"), HANG)
 
-        server.routes["/generate"] = damaged
-        async with Client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
-            generation = await asyncio.wait_for((await begun(client)).abort(), 5)
+        server.routes[speech.path] = damaged
+        async with speech.client(server.url) as client:
+            generation = await asyncio.wait_for((await begun(client)).abort(drain=60), 5)
             assert generation.token_ids.tolist() == [1, 2]
 
 
-async def test_abort_all_leaves_a_drain_alone_that_is_under_way() -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = obeys(server, with_experts([3], 3), after=0.3)
-        async with Client(server.url, experts=EXPERTS) as client:
+@drains
+async def test_abort_all_leaves_a_drain_alone_that_is_under_way(speech: Speech) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, with_experts([3], 3), after=0.3)
+        async with speech.client(server.url, experts=EXPERTS) as client:
             call = await begun(client)
             call.abort_soon()
             await until(lambda: server.aborts)
@@ -222,9 +248,11 @@ async def test_abort_all_leaves_a_drain_alone_that_is_under_way() -> None:
 # An abort in every phase.
 
 
-async def test_an_abort_before_the_first_token_is_told_twice_as_the_first_may_have_come_too_early() -> None:
-    async with Replay([HANG]) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_an_abort_before_the_first_token_is_told_twice_as_the_first_may_have_come_too_early(
+    speech: Speech,
+) -> None:
+    async with speech.replay([HANG]) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         await until(lambda: server.generates)
         generation = await call.abort()
         assert len(generation.token_ids) == 0
@@ -232,32 +260,32 @@ async def test_an_abort_before_the_first_token_is_told_twice_as_the_first_may_ha
         assert server.aborts == [call.rid] * 2
 
 
-async def test_an_abort_that_the_engine_has_obeyed_is_not_told_again() -> None:
-    async with Replay() as server:
+async def test_an_abort_that_the_engine_has_obeyed_is_not_told_again(speech: Speech) -> None:
+    async with speech.replay() as server:
 
         def queued(request: Request) -> Iterator[Step]:
             yield head()
-            yield server.aborted[request.json["rid"]]
+            yield server.aborted[request.rid]
             yield from (
-                chunk(event([], 0, {"type": "abort", "message": "Abort in waiting queue"})),
+                chunk(speech.event([], 0, "abort")),
                 chunk(DONE),
                 LAST_CHUNK,
                 END,
             )
 
-        server.routes["/generate"] = queued
-        async with Client(server.url) as client:
-            call = client.start(PROMPT, {})
+        server.routes[speech.path] = queued
+        async with speech.client(server.url) as client:
+            call = client.start(PROMPT, ASKED)
             await until(lambda: server.generates)
             assert (await call.abort()).finish_reason == "abort"
             await asyncio.sleep(0.2)
             assert server.aborts == [call.rid]
 
 
-async def test_an_abort_in_the_queue_for_a_slot_sends_nothing_and_lets_the_next_one_in() -> None:
-    async with Replay(RUNNING) as server, Client(server.url, limits=Limits(calls=1)) as client:
+async def test_an_abort_in_the_queue_for_a_slot_sends_nothing_and_lets_the_next_one_in(speech: Speech) -> None:
+    async with speech.replay(speech.running) as server, speech.client(server.url, limits=Limits(calls=1)) as client:
         first = await begun(client)
-        second, third = client.start(PROMPT, {}), client.start(PROMPT, {})
+        second, third = client.start(PROMPT, ASKED), client.start(PROMPT, ASKED)
         generation = await asyncio.wait_for(second.abort(), 1)
         assert len(generation.token_ids) == 0
         assert await second is generation
@@ -265,32 +293,32 @@ async def test_an_abort_in_the_queue_for_a_slot_sends_nothing_and_lets_the_next_
         assert [running.rid for running in client.running] == [first.rid, third.rid]
         await first.abort()
         await until(lambda: third.token_count == 2)
-        assert [request.json["rid"] for request in server.generates] == [first.rid, third.rid]
+        assert [request.rid for request in server.generates] == [first.rid, third.rid]
         assert server.aborts == [first.rid]
 
 
-async def test_no_request_leaves_after_its_abort_whatever_step_it_has_reached() -> None:
+async def test_no_request_leaves_after_its_abort_whatever_step_it_has_reached(speech: Speech) -> None:
     # A step of the event loop at a time, from before the connect until after the request.
-    async with Replay(RUNNING) as server:
+    async with speech.replay(speech.running) as server:
         for steps in range(60):
-            async with Client(server.url) as client:
-                call = client.start(PROMPT, {})
+            async with speech.client(server.url) as client:
+                call = client.start(PROMPT, ASKED)
                 for _ in range(steps):
                     await asyncio.sleep(0)
                 call.abort_soon()
                 told_later = call.ended.done()
                 await call
             await until(lambda: server.open == 0)
-            arrived = call.rid in [request.json["rid"] for request in server.generates]
+            arrived = call.rid in [request.rid for request in server.generates]
             assert arrived <= (call.rid in server.aborts), "it left, and the engine was not told to end it"
             assert not (arrived and told_later), "it left after its abort had ended the call"
         assert server.generates, "none got as far as that"
         assert len(server.generates) < 60, "all did"
 
 
-async def test_an_abort_after_the_end_changes_nothing_and_tells_nobody() -> None:
-    async with Replay(stream(*events(3), DONE)) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_an_abort_after_the_end_changes_nothing_and_tells_nobody(speech: Speech) -> None:
+    async with speech.replay(stream(*speech.events(3), DONE)) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         generation = await call
         assert await call.abort() is generation
         assert await call.abort(drain=1) is generation
@@ -298,9 +326,12 @@ async def test_an_abort_after_the_end_changes_nothing_and_tells_nobody() -> None
         assert server.at("/workers") == []
 
 
-async def test_an_abort_after_a_failure_gives_what_was_kept_and_the_error_stays() -> None:
-    async with Replay(stream(*events(2, finish=None), end=RST)) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_an_abort_after_a_failure_gives_what_was_kept_and_the_error_stays(speech: Speech) -> None:
+    async with (
+        speech.replay(stream(*speech.events(2, finish=None), end=RST)) as server,
+        speech.client(server.url) as client,
+    ):
+        call = client.start(PROMPT, ASKED)
         with pytest.raises(StreamTruncated) as failed:
             await call
         told = len(server.aborts)
@@ -310,9 +341,9 @@ async def test_an_abort_after_a_failure_gives_what_was_kept_and_the_error_stays(
             await call
 
 
-async def test_an_abort_while_an_error_page_is_read_is_a_result() -> None:
-    async with Replay([head(500, length=10) + b"abc", HANG]) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_an_abort_while_an_error_page_is_read_is_a_result(speech: Speech) -> None:
+    async with speech.replay([head(500, length=10) + b"abc", HANG]) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         await until(lambda: server.generates)
         await asyncio.sleep(0.05)
         assert len((await call.abort()).token_ids) == 0
@@ -323,11 +354,11 @@ async def test_an_abort_while_an_error_page_is_read_is_a_result() -> None:
 
 
 @pytest.mark.parametrize("by", ["await call", "generate"])
-async def test_a_cancelled_await_aborts_the_call_and_reraises(by: str) -> None:
-    async with Replay(RUNNING) as server, Client(server.url) as client:
+async def test_a_cancelled_await_aborts_the_call_and_reraises(speech: Speech, by: str) -> None:
+    async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         call = None
         if by == "generate":
-            waiter = asyncio.ensure_future(client.generate(PROMPT, {}))
+            waiter = asyncio.ensure_future(client.generate(PROMPT, ASKED))
             await until(lambda: client.running and client.running[0].token_count == 2)
         else:
             call = await begun(client)
@@ -346,10 +377,11 @@ async def test_a_cancelled_await_aborts_the_call_and_reraises(by: str) -> None:
         await asyncio.wait_for(server.generates[0].peer_closed.wait(), 5)
 
 
-async def test_a_cancel_drains_as_an_abort_does() -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = obeys(server, with_experts([3], 3), after=0.2)
-        async with Client(server.url, experts=EXPERTS) as client:
+@drains
+async def test_a_cancel_drains_as_an_abort_does(speech: Speech) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, with_experts([3], 3), after=0.2)
+        async with speech.client(server.url, experts=EXPERTS) as client:
             call = await begun(client)
             waiter = asyncio.ensure_future(client_wait(call))
             await asyncio.sleep(0)
@@ -359,16 +391,16 @@ async def test_a_cancel_drains_as_an_abort_does() -> None:
             assert (await call.abort()).routed_experts is not None
 
 
-async def test_a_time_out_around_a_call_aborts_it() -> None:
-    async with Replay(RUNNING) as server, Client(server.url) as client:
+async def test_a_time_out_around_a_call_aborts_it(speech: Speech) -> None:
+    async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(client.generate(PROMPT, {}), 0.2)
+            await asyncio.wait_for(client.generate(PROMPT, ASKED), 0.2)
         assert len(server.aborts) == 1
         assert client.running == []
 
 
-async def test_cancelling_one_of_several_that_wait_gives_the_others_what_was_kept() -> None:
-    async with Replay(RUNNING) as server, Client(server.url) as client:
+async def test_cancelling_one_of_several_that_wait_gives_the_others_what_was_kept(speech: Speech) -> None:
+    async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         call = await begun(client)
         first, second = (asyncio.ensure_future(client_wait(call)) for _ in range(2))
         await asyncio.sleep(0)
@@ -378,9 +410,9 @@ async def test_cancelling_one_of_several_that_wait_gives_the_others_what_was_kep
             await first
 
 
-async def test_a_cancel_in_the_moment_of_the_end_is_still_a_cancel() -> None:
-    async with Replay(stream(*events(3), DONE)) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_a_cancel_in_the_moment_of_the_end_is_still_a_cancel(speech: Speech) -> None:
+    async with speech.replay(stream(*speech.events(3), DONE)) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         waiter = asyncio.ensure_future(client_wait(call))
         call.ended.add_done_callback(lambda _: waiter.cancel())
         with pytest.raises(asyncio.CancelledError):

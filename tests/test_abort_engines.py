@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 import pytest
 
 from replay import (
+    ASKED,
     END,
     HANG,
     PROMPT,
     RST,
-    RUNNING,
-    Replay,
     Step,
     answer_json,
     begun,
     head,
     until,
 )
-from streamfold import Client, EngineError, Limits
+from streamfold import EngineError, Limits
+
+if TYPE_CHECKING:
+    from speaking import Speech
 
 BOTH_LOOPS = True
 
@@ -28,15 +31,15 @@ BOTH_LOOPS = True
 # All of them.
 
 
-async def test_abort_all_ends_every_call_of_this_client_and_of_no_other() -> None:
+async def test_abort_all_ends_every_call_of_this_client_and_of_no_other(speech: Speech) -> None:
     async with (
-        Replay(RUNNING) as server,
-        Client(server.url, limits=Limits(calls=3)) as client,
-        Client(server.url) as other,
+        speech.replay(speech.running) as server,
+        speech.client(server.url, limits=Limits(calls=3)) as client,
+        speech.client(server.url) as other,
     ):
         await client.abort_all()
         bystander = await begun(other)
-        calls = [client.start(PROMPT, {}) for _ in range(5)]
+        calls = [client.start(PROMPT, ASKED) for _ in range(5)]
         await until(lambda: sum(call.token_count for call in calls) == 6)
         await client.abort_all()
         assert all(call.ended.done() for call in calls)
@@ -46,12 +49,12 @@ async def test_abort_all_ends_every_call_of_this_client_and_of_no_other() -> Non
         assert not bystander.ended.done()
 
 
-async def test_calls_that_are_started_while_all_are_aborted_run_on() -> None:
-    async with Replay(RUNNING) as server, Client(server.url) as client:
+async def test_calls_that_are_started_while_all_are_aborted_run_on(speech: Speech) -> None:
+    async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         await begun(client)
         aborting = asyncio.ensure_future(client.abort_all())
         await asyncio.sleep(0)
-        late = client.start(PROMPT, {})
+        late = client.start(PROMPT, ASKED)
         await aborting
         assert [running.rid for running in client.running] == [late.rid]
 
@@ -59,10 +62,13 @@ async def test_calls_that_are_started_while_all_are_aborted_run_on() -> None:
 # Behind a router.
 
 
-async def test_behind_a_router_each_worker_is_told_and_the_router_is_not() -> None:
-    async with Replay() as one, Replay() as two:
+async def test_behind_a_router_each_worker_is_told_and_the_router_is_not(speech: Speech) -> None:
+    async with speech.replay() as one, speech.replay() as two:
         workers = answer_json({"workers": [{"url": one.url}, {"url": two.url}]})
-        async with Replay(RUNNING, routes={"/workers": workers}) as router, Client(router.url, api_key="k") as client:
+        async with (
+            speech.replay(speech.running, routes={"/workers": workers}) as router,
+            speech.client(router.url, api_key="k") as client,
+        ):
             calls = [await begun(client) for _ in range(5)]
             await asyncio.gather(*[call.abort() for call in calls])
             rids = sorted(call.rid for call in calls)
@@ -73,14 +79,17 @@ async def test_behind_a_router_each_worker_is_told_and_the_router_is_not() -> No
 
 
 async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_being_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    speech: Speech, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
-    async with Replay() as dead:
+    async with speech.replay() as dead:
         pass
-    async with Replay() as alive, Replay(routes={"/abort_request": [HANG]}) as silent:
+    async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:
         workers = answer_json({"workers": [{"url": server.url} for server in (dead, silent, alive)]})
-        async with Replay(RUNNING, routes={"/workers": workers}) as router, Client(router.url) as client:
+        async with (
+            speech.replay(speech.running, routes={"/workers": workers}) as router,
+            speech.client(router.url) as client,
+        ):
             calls = [await begun(client) for _ in range(3)]
             with caplog.at_level(logging.WARNING, "streamfold"):
                 generations = await asyncio.wait_for(asyncio.gather(*[call.abort() for call in calls]), 10)
@@ -103,18 +112,22 @@ async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_
     ],
     ids=["none", "empty", "not http", "no list", "html", "busy", "reset"],
 )
-async def test_without_a_list_of_workers_the_base_url_is_the_engine(workers: list[Step]) -> None:
-    async with Replay(RUNNING, routes={"/workers": workers}) as server, Client(server.url) as client:
+async def test_without_a_list_of_workers_the_base_url_is_the_engine(speech: Speech, workers: list[Step]) -> None:
+    async with (
+        speech.replay(speech.running, routes={"/workers": workers}) as server,
+        speech.client(server.url) as client,
+    ):
         call = await begun(client)
         await call.abort()
         assert server.aborts == [call.rid]
 
 
 async def test_the_list_of_workers_is_asked_for_now_and_then_and_soon_after_a_failure(
+    speech: Speech,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("streamfold.abort._FAILURE_LASTS", 0.05)
-    async with Replay(RUNNING) as server, Client(server.url) as client:
+    async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         busy = answer_json({"error": "starting"}, 503)
         for answer, asked in (([RST], 1), (busy, 2), (answer_json({"workers": []}), 3), ([RST], 3)):
             server.routes["/workers"] = answer
@@ -123,11 +136,13 @@ async def test_the_list_of_workers_is_asked_for_now_and_then_and_soon_after_a_fa
             await asyncio.sleep(0.1)
 
 
-async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streamfold.abort._WORKERS_LAST", 0.05)
-    async with Replay() as worker:
+    async with speech.replay() as worker:
         routes = {"/workers": answer_json({"workers": [{"url": worker.url}]})}
-        async with Replay(RUNNING, routes=routes) as router, Client(router.url) as client:
+        async with speech.replay(speech.running, routes=routes) as router, speech.client(router.url) as client:
             calls = []
             for answer in (routes["/workers"], [RST], answer_json({"error": "starting"}, 503)):
                 router.routes["/workers"] = answer
@@ -138,10 +153,10 @@ async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(monkeypat
             assert router.aborts == []
 
 
-async def test_many_aborts_at_once_are_told_on_few_connections() -> None:
+async def test_many_aborts_at_once_are_told_on_few_connections(speech: Speech) -> None:
     count = 100
-    async with Replay(RUNNING) as server, Client(server.url) as client:
-        calls = [client.start(PROMPT, {}) for _ in range(count)]
+    async with speech.replay(speech.running) as server, speech.client(server.url) as client:
+        calls = [client.start(PROMPT, ASKED) for _ in range(count)]
         await until(lambda: sum(call.token_count for call in calls) == 2 * count)
         await client.abort_all()
         await until(lambda: len(server.aborts) >= count)  # on a slow machine, sockets close before all are told
@@ -151,10 +166,14 @@ async def test_many_aborts_at_once_are_told_on_few_connections() -> None:
 
 
 async def test_an_abort_that_the_engine_refuses_is_logged_and_ends_the_call_all_the_same(
+    speech: Speech,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     refusal = answer_json({"error": "Unauthorized"}, 401)
-    async with Replay(RUNNING, routes={"/abort_request": refusal}) as server, Client(server.url) as client:
+    async with (
+        speech.replay(speech.running, routes={speech.abort_path: refusal}) as server,
+        speech.client(server.url) as client,
+    ):
         with caplog.at_level(logging.WARNING, "streamfold"):
             assert (await (await begun(client)).abort()).token_ids.tolist() == [1, 2]
         assert "Unauthorized" in caplog.text
@@ -163,17 +182,18 @@ async def test_an_abort_that_the_engine_refuses_is_logged_and_ends_the_call_all_
 
 
 async def test_a_worker_that_hangs_keeps_neither_the_others_from_being_told_nor_the_client_from_closing(
+    speech: Speech,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("streamfold.abort._SECONDS", 1.0)
     monkeypatch.setattr("streamfold.abort._AT_ONCE", 4)  # so that all of them would take 25 s to give up
     before = asyncio.all_tasks()
     count = 100
-    async with Replay() as alive, Replay(routes={"/abort_request": [HANG]}) as silent:
+    async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:
         workers = answer_json({"workers": [{"url": silent.url}, {"url": alive.url}]})
-        async with Replay(RUNNING, routes={"/workers": workers}) as router:
-            client = Client(router.url)
-            calls = [client.start(PROMPT, {}) for _ in range(count)]
+        async with speech.replay(speech.running, routes={"/workers": workers}) as router:
+            client = speech.client(router.url)
+            calls = [client.start(PROMPT, ASKED) for _ in range(count)]
             await until(lambda: sum(call.token_count for call in calls) == 2 * count)
             await client.abort_all()
             await until(lambda: len(alive.aborts) == count)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from replay import HANG, PROMPT, RUNNING, WHOLE, Replay, Step, begun, chunk, events, head, until
+from replay import ASKED, HANG, PROMPT, Replay, begun, chunk, head, until
 from streamfold import Call, Client, Experts, Generation, Limits, Retries, Timeouts
 from tries import BUSY, LATER, SOON, in_turn, rids
 from unreachable import first_bytes, full_house
@@ -20,42 +20,42 @@ from unreachable import first_bytes, full_house
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from speaking import Speech, Spoken
+
 BOTH_LOOPS = True
 
-POINTS: dict[str, tuple[list[Step], list[int]]] = {  # what the engine does, and the tokens that have come by then
-    "slot": (RUNNING, []),
+POINTS: dict[str, tuple[Spoken, list[int]]] = {  # what the engine does, and the tokens that have come by then
+    "slot": (lambda speech: speech.running, []),
     "headers": ([HANG], []),
     "first event": ([head(), HANG], []),
-    "between events": (RUNNING, [1, 2]),
+    "between events": (lambda speech: speech.running, [1, 2]),
     "second try": ([head(), HANG], []),
     "pause": (BUSY, []),
-    "drain": (RUNNING, [1, 2]),
+    "drain": (lambda speech: speech.running, [1, 2]),
 }
 HOWS = ("cancel", "wait_for", "cancel of the pump too")
 
 
 @contextlib.asynccontextmanager
-async def at_point(point: str) -> AsyncIterator[tuple[Replay, Client, Call]]:
+async def at_point(speech: Speech, point: str) -> AsyncIterator[tuple[Replay, Client, Call]]:
     """A call that waits just there."""
     steps, kept = POINTS[point]
     retries = SOON if point == "second try" else LATER
-    experts = Experts(2, 1) if point == "drain" else None
-    limits, timeouts = Limits(calls=1), Timeouts(drain=60)
     async with (
-        Replay(steps) as server,
-        Client(server.url, retries=retries, experts=experts, limits=limits, timeouts=timeouts) as client,
+        speech.replay(speech.told(steps)) as server,
+        speech.client(server.url, retries=retries, limits=Limits(calls=1)) as client,
     ):
         if point == "slot":
             await begun(client)
         if point == "second try":
-            server.routes["/generate"] = in_turn(server, BUSY, steps)
-        call = client.start(PROMPT, {})
+            server.routes[speech.path] = in_turn(server, BUSY, speech.told(steps))
+        call = client.start(PROMPT, ASKED)
         await until(lambda: point == "slot" or len(server.generates) == 1 + (point == "second try"))
         await until(lambda: call.token_count == len(kept))
         if point == "pause":
             await until(lambda: server.open == 0)
         if point == "drain":
-            call.abort_soon()
+            call.abort_soon(drain=60)
             await until(lambda: server.aborts)
         await asyncio.sleep(0.02)
         yield server, client, call
@@ -68,9 +68,9 @@ async def _wait(call: Call) -> Generation:
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_cancel_goes_through_from_every_point_with_the_prefix_kept_the_socket_closed_and_no_later_request(
-    point: str, how: str
+    speech: Speech, point: str, how: str
 ) -> None:
-    async with at_point(point) as (server, client, call):
+    async with at_point(speech, point) as (server, client, call):
         (*others,) = (running.rid for running in client.running if running.rid != call.rid)
         waiter = asyncio.ensure_future(_wait(call))
         await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_a_cancel_goes_through_from_every_point_with_the_prefix_kept_the_s
 async def test_a_cancel_goes_through_from_the_connect_and_no_request_leaves_later(how: str) -> None:
     with full_house() as (server, url):
         async with Client(url, timeouts=Timeouts(connect=1.0), retries=LATER) as client:
-            call = client.start(PROMPT, {})
+            call = client.start(PROMPT, ASKED)
             waiter = asyncio.ensure_future(_wait(call))
             await asyncio.sleep(0.05)
             if how == "wait_for":
@@ -134,19 +134,19 @@ def from_look(number: int) -> Callable[[], bool]:
     return look
 
 
-async def test_a_flag_that_is_raised_before_the_start_lets_nothing_leave() -> None:
-    async with Replay(WHOLE) as server, Client(server.url) as client:
-        generation = await client.generate(PROMPT, {}, aborted=lambda: True)
+async def test_a_flag_that_is_raised_before_the_start_lets_nothing_leave(speech: Speech) -> None:
+    async with speech.replay(speech.whole) as server, speech.client(server.url) as client:
+        generation = await client.generate(PROMPT, ASKED, aborted=lambda: True)
         assert (generation.finish_reason, len(generation.token_ids)) == (None, 0)
         assert client.running == []
         assert server.accepted == 0
 
 
-async def test_a_flag_that_is_raised_while_a_call_waits_for_its_slot_lets_nothing_leave() -> None:
+async def test_a_flag_that_is_raised_while_a_call_waits_for_its_slot_lets_nothing_leave(speech: Speech) -> None:
     aborting = False
-    async with Replay(RUNNING) as server, Client(server.url, limits=Limits(calls=1)) as client:
+    async with speech.replay(speech.running) as server, speech.client(server.url, limits=Limits(calls=1)) as client:
         first = await begun(client)
-        second = client.start(PROMPT, {}, aborted=lambda: aborting)
+        second = client.start(PROMPT, ASKED, aborted=lambda: aborting)
         await asyncio.sleep(0)
         aborting = True
         await first.abort()
@@ -156,10 +156,10 @@ async def test_a_flag_that_is_raised_while_a_call_waits_for_its_slot_lets_nothin
         assert rids(server) == [first.rid]
 
 
-async def test_a_flag_that_is_raised_in_a_pause_ends_it_soon_and_lets_nothing_leave() -> None:
+async def test_a_flag_that_is_raised_in_a_pause_ends_it_soon_and_lets_nothing_leave(speech: Speech) -> None:
     aborting = False
-    async with Replay(BUSY) as server, Client(server.url, retries=LATER) as client:
-        call = client.start(PROMPT, {}, aborted=lambda: aborting)
+    async with speech.replay(BUSY) as server, speech.client(server.url, retries=LATER) as client:
+        call = client.start(PROMPT, ASKED, aborted=lambda: aborting)
         await until(lambda: server.generates and server.open == 0)
         aborting = True
         generation = await asyncio.wait_for(_wait(call), 5)
@@ -168,9 +168,9 @@ async def test_a_flag_that_is_raised_in_a_pause_ends_it_soon_and_lets_nothing_le
 
 
 @pytest.mark.parametrize("number", range(1, 6))
-async def test_whenever_the_flag_is_raised_no_request_leaves_that_is_not_ended_too(number: int) -> None:
-    async with Replay([head(), HANG]) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {}, aborted=from_look(number))
+async def test_whenever_the_flag_is_raised_no_request_leaves_that_is_not_ended_too(speech: Speech, number: int) -> None:
+    async with speech.replay([head(), HANG]) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED, aborted=from_look(number))
         waiting = asyncio.ensure_future(_wait(call))
         await asyncio.wait([waiting], timeout=0.3)
         left_alone = not waiting.done()
@@ -185,10 +185,10 @@ async def test_whenever_the_flag_is_raised_no_request_leaves_that_is_not_ended_t
 
 
 @pytest.mark.parametrize("number", range(5, 11))
-async def test_a_flag_is_looked_at_again_around_every_later_try(number: int) -> None:
-    async with Replay() as server, Client(server.url, retries=Retries(tries=2, first=0.0)) as client:
-        server.routes["/generate"] = in_turn(server, BUSY, [head(), HANG])
-        call = client.start(PROMPT, {}, aborted=from_look(number))
+async def test_a_flag_is_looked_at_again_around_every_later_try(speech: Speech, number: int) -> None:
+    async with speech.replay() as server, speech.client(server.url, retries=Retries(tries=2, first=0.0)) as client:
+        server.routes[speech.path] = in_turn(server, BUSY, [head(), HANG])
+        call = client.start(PROMPT, ASKED, aborted=from_look(number))
         waiting = asyncio.ensure_future(_wait(call))
         await asyncio.wait_for(waiting, 5)
         assert call.aborting
@@ -196,23 +196,25 @@ async def test_a_flag_is_looked_at_again_around_every_later_try(number: int) -> 
         assert set(server.aborts) == set(rids(server)[1:])
 
 
-async def test_a_flag_that_stays_down_changes_nothing() -> None:
-    async with Replay() as server, Client(server.url, retries=SOON) as client:
-        server.routes["/generate"] = in_turn(server, BUSY, WHOLE)
-        generation = await client.generate(PROMPT, {}, aborted=lambda: False)
+async def test_a_flag_that_stays_down_changes_nothing(speech: Speech) -> None:
+    async with speech.replay() as server, speech.client(server.url, retries=SOON) as client:
+        server.routes[speech.path] = in_turn(server, BUSY, speech.whole)
+        generation = await client.generate(PROMPT, ASKED, aborted=lambda: False)
         assert generation.finish_reason == "stop"
         assert len(server.generates) == 2
         assert server.aborts == []
 
 
-async def test_a_request_that_the_flag_catches_right_after_its_sending_is_drained_like_any_other() -> None:
-    async with Replay() as server:
-        server.routes["/generate"] = lambda request: [
+async def test_a_request_that_the_flag_catches_right_after_its_sending_is_drained_like_any_other(
+    speech: Speech,
+) -> None:
+    async with speech.replay() as server:
+        server.routes[speech.path] = lambda request: [
             head(),
-            *map(chunk, events(2, finish=None)),
-            server.aborted[request.json["rid"]],
+            *map(chunk, speech.events(2, finish=None)),
+            server.aborted[request.rid],
             HANG,
         ]
-        async with Client(server.url, experts=Experts(2, 1), timeouts=Timeouts(drain=0.2)) as client:
-            generation = await client.generate(PROMPT, {}, aborted=from_look(3))
+        async with speech.client(server.url, experts=Experts(2, 1), timeouts=Timeouts(drain=0.2)) as client:
+            generation = await client.generate(PROMPT, ASKED, aborted=from_look(3))
             assert generation.token_ids.tolist() == [1, 2], "what came in the drain is kept"

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replay import (
+    ASKED,
     DONE,
     END,
     HANG,
     LAST_CHUNK,
     PROMPT,
-    WHOLE,
-    Replay,
     Request,
     Step,
     answer_json,
     chunk,
     dripped,
-    event,
-    events,
     head,
     stream,
     until,
@@ -34,6 +31,8 @@ from streamfold.limits import Slots
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from speaking import Speech
+
 BOTH_LOOPS = True
 
 
@@ -41,28 +40,28 @@ BOTH_LOOPS = True
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-async def test_a_generation_holds_what_the_engine_sent_however_it_was_cut(size: int) -> None:
-    async with Replay(dripped(WHOLE, size)) as server, Client(server.url) as client:
+async def test_a_generation_holds_what_the_engine_sent_however_it_was_cut(speech: Speech, size: int) -> None:
+    async with speech.replay(dripped(speech.whole, size)) as server, speech.client(server.url) as client:
         generation = await client.generate(PROMPT, {"max_new_tokens": 8})
     assert generation.token_ids.tolist() == [1, 2, 3]
     assert generation.logprobs is not None
     assert generation.logprobs.tolist() == [-0.125, -0.25, -0.375]
-    assert generation.text == "bcd"
+    assert generation.text == speech.text("bcd")
     assert generation.finish_reason == "stop"
     assert generation.prompt_tokens == len(PROMPT)
 
 
-async def test_a_call_can_be_awaited_repeatedly_and_by_several_tasks() -> None:
-    async with Replay(WHOLE) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_a_call_can_be_awaited_repeatedly_and_by_several_tasks(speech: Speech) -> None:
+    async with speech.replay(speech.whole) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         first, second = await asyncio.gather(call, call)
         assert first is second is await call
         assert len(server.generates) == 1
 
 
-async def test_a_failed_call_raises_the_same_error_each_time() -> None:
-    async with Replay(stream(*events(2, finish=None))) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_a_failed_call_raises_the_same_error_each_time(speech: Speech) -> None:
+    async with speech.replay(stream(*speech.events(2, finish=None))) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         errors = await asyncio.gather(call, call, return_exceptions=True)
         with pytest.raises(StreamTruncated) as again:
             await call
@@ -73,11 +72,11 @@ async def test_a_failed_call_raises_the_same_error_each_time() -> None:
         assert len(last.traceback) == depth, "the traceback grows"
 
 
-async def test_a_failure_that_nobody_awaits_is_not_reported_as_never_retrieved() -> None:
+async def test_a_failure_that_nobody_awaits_is_not_reported_as_never_retrieved(speech: Speech) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    async with Replay(stream(*events(2, finish=None))) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+    async with speech.replay(stream(*speech.events(2, finish=None))) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         await until(call.ended.done)
         del call
         gc.collect()
@@ -85,19 +84,19 @@ async def test_a_failure_that_nobody_awaits_is_not_reported_as_never_retrieved()
     assert reported == []
 
 
-async def test_a_call_tells_what_it_is_doing() -> None:
+async def test_a_call_tells_what_it_is_doing(speech: Speech) -> None:
     more = asyncio.Event()
     steps: list[Step] = [
         head(),
-        chunk(event([1, 2], 2)),
+        chunk(speech.event([1, 2], 2)),
         more,
-        chunk(event([3], 3, "stop")),
+        chunk(speech.event([3], 3, "stop")),
         chunk(DONE),
         LAST_CHUNK,
         END,
     ]
-    async with Replay(steps) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+    async with speech.replay(steps) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         assert call.token_count == 0
         assert call.rate == 0
         await until(lambda: call.token_count)
@@ -116,10 +115,10 @@ async def test_a_call_tells_what_it_is_doing() -> None:
         assert (call.age, call.rate) == (age, rate), "they stand still after the end"
 
 
-async def test_an_abort_that_the_engine_decided_on_is_a_result() -> None:
-    steps = stream(event([1], 1), event([2], 2, {"type": "abort", "message": "scaled down"}), DONE)
-    async with Replay(steps) as server, Client(server.url) as client:
-        generation = await client.generate(PROMPT, {})
+async def test_an_abort_that_the_engine_decided_on_is_a_result(speech: Speech) -> None:
+    steps = stream(speech.event([1], 1), speech.event([2], 2, "abort"), DONE)
+    async with speech.replay(steps) as server, speech.client(server.url) as client:
+        generation = await client.generate(PROMPT, ASKED)
         assert generation.finish_reason == "abort"
         assert generation.token_ids.tolist() == [1, 2]
         assert server.aborts == []
@@ -128,44 +127,44 @@ async def test_an_abort_that_the_engine_decided_on_is_a_result() -> None:
 # The end of a good stream.
 
 
-async def test_a_body_is_read_to_its_end_so_that_the_engine_never_sees_a_client_leave() -> None:
+async def test_a_body_is_read_to_its_end_so_that_the_engine_never_sees_a_client_leave(speech: Speech) -> None:
     left_early: list[bool] = []
 
     def late(request: Request) -> Iterator[Step]:
-        yield from (head(), *map(chunk, events(3)), chunk(DONE))
+        yield from (head(), *map(chunk, speech.events(3)), chunk(DONE))
         yield 0.1
         left_early.append(request.peer_closed.is_set())
         yield from (LAST_CHUNK, END)
 
-    async with Replay(late) as server, Client(server.url) as client:
-        generation = await client.generate(PROMPT, {})
+    async with speech.replay(late) as server, speech.client(server.url) as client:
+        generation = await client.generate(PROMPT, ASKED)
         assert generation.finish_reason == "stop"
         assert left_early == [False]
         assert server.aborts == []
 
 
 @pytest.mark.parametrize("last", [DONE, b""], ids=["after [DONE]", "after the terminal event"])
-async def test_a_body_that_does_not_end_is_waited_for_within_bounds(last: bytes) -> None:
-    steps: list[Step] = [head(), *map(chunk, events(3)), *([chunk(last)] if last else []), HANG]
-    async with Replay(steps) as server, Client(server.url) as client:
-        generation = await asyncio.wait_for(client.generate(PROMPT, {}), 10)
+async def test_a_body_that_does_not_end_is_waited_for_within_bounds(speech: Speech, last: bytes) -> None:
+    steps: list[Step] = [head(), *map(chunk, speech.events(3)), *([chunk(last)] if last else []), HANG]
+    async with speech.replay(steps) as server, speech.client(server.url) as client:
+        generation = await asyncio.wait_for(client.generate(PROMPT, ASKED), 10)
         assert generation.token_ids.tolist() == [1, 2, 3]
         await asyncio.wait_for(server.generates[0].peer_closed.wait(), 10)
         assert server.aborts == []
 
 
-async def test_a_body_that_goes_on_after_its_end_is_read_within_bounds() -> None:
+async def test_a_body_that_goes_on_after_its_end_is_read_within_bounds(speech: Speech) -> None:
     written = 0
 
     def endless(request: Request) -> Iterator[Step]:
         nonlocal written
-        yield from (head(), *map(chunk, events(3)), chunk(DONE))
+        yield from (head(), *map(chunk, speech.events(3)), chunk(DONE))
         while True:
             written += 1
             yield chunk(b": more\n\n" * 1000)
 
-    async with Replay(endless) as server, Client(server.url) as client:
-        generation = await asyncio.wait_for(client.generate(PROMPT, {}), 10)
+    async with speech.replay(endless) as server, speech.client(server.url) as client:
+        generation = await asyncio.wait_for(client.generate(PROMPT, ASKED), 10)
         assert generation.finish_reason == "stop"
         assert server.aborts == []
     assert written < 1000, "8 MB and more: it is the time that ended it"
@@ -174,17 +173,17 @@ async def test_a_body_that_goes_on_after_its_end_is_read_within_bounds() -> None
 # How many at once.
 
 
-async def test_no_more_calls_run_than_the_limit_and_waiting_for_a_slot_is_no_error() -> None:
+async def test_no_more_calls_run_than_the_limit_and_waiting_for_a_slot_is_no_error(speech: Speech) -> None:
     # The last waits for its slot several times as long as the time-outs allow an engine to take.
     limits, timeouts = Limits(calls=4), Timeouts(connect=0.5, first_token=0.2, next_token=0.2)
-    steps: list[Step] = [0.05, *WHOLE]
-    async with Replay(steps) as server, Client(server.url, limits=limits, timeouts=timeouts) as client:
-        calls = [client.start(PROMPT, {}) for _ in range(80)]
+    steps: list[Step] = [0.05, *speech.whole]
+    async with speech.replay(steps) as server, speech.client(server.url, limits=limits, timeouts=timeouts) as client:
+        calls = [client.start(PROMPT, ASKED) for _ in range(80)]
         assert len(client.running) == 80
         generations = await asyncio.gather(*calls)
         assert {generation.finish_reason for generation in generations} == {"stop"}
         assert server.most_open <= 4
-        order = [request.json["rid"] for request in server.generates]
+        order = [request.rid for request in server.generates]
     places = {call.rid: place for place, call in enumerate(calls)}
     drift = [abs(places[rid] - place) for place, rid in enumerate(order)]
     assert max(drift) < 20, "first come, first served, give or take how long a connect takes"
@@ -209,12 +208,12 @@ def test_a_limit_below_one_is_refused(field: str) -> None:
         Limits(**{field: 0})
 
 
-async def test_an_event_beyond_the_limit_is_refused() -> None:
+async def test_an_event_beyond_the_limit_is_refused(speech: Speech) -> None:
     limits = Limits(max_event_bytes=1000)
-    steps = stream(event([1], 1), b"data: " + b" " * 2000, DONE)
-    async with Replay(steps) as server, Client(server.url, limits=limits) as client:
+    steps = stream(speech.event([1], 1), b"data: " + b" " * 2000, DONE)
+    async with speech.replay(steps) as server, speech.client(server.url, limits=limits) as client:
         with pytest.raises(DecodeError) as refused:
-            await client.generate(PROMPT, {})
+            await client.generate(PROMPT, ASKED)
     assert refused.value.kind == "too_large"
     assert refused.value.partial is not None
     assert refused.value.partial.token_ids.tolist() == [1]
@@ -223,34 +222,36 @@ async def test_an_event_beyond_the_limit_is_refused() -> None:
 # Load.
 
 
-async def test_the_load_is_the_sum_over_all_workers_of_a_router() -> None:
-    busy = {"/v1/loads": answer_json({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_reqs": 4}]})}
-    async with Replay(routes=busy) as one, Replay(routes=busy) as two:
+async def test_the_load_is_the_sum_over_all_workers_of_a_router(speech: Speech) -> None:
+    busy, busier = ({speech.load_path: speech.load(*load)} for load in ((2, 1), (4, 0)))
+    async with speech.replay(routes=busy) as one, speech.replay(routes=busier) as two:
         workers = answer_json({"workers": [{"url": one.url}, {"url": f"{two.url}/"}]})
-        async with Replay(routes={"/workers": workers}) as router, Client(router.url) as client:
-            assert await client.load() == 14
-            assert [len(server.at("/v1/loads")) for server in (one, two, router)] == [1, 1, 0]
+        async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
+            assert await client.load() == 7
+            assert [len(server.at(speech.load_path)) for server in (one, two, router)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
     "reply", [answer_json({"detail": "no"}, 404), answer_json("busy"), [HANG], [head(200, "x", 9), HANG]]
 )
 async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
-    reply: list[Step], monkeypatch: pytest.MonkeyPatch
+    speech: Speech, reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
-    async with Replay(routes={"/v1/loads": reply}) as server, Client(server.url) as client:
+    async with speech.replay(routes={speech.load_path: reply}) as server, speech.client(server.url) as client:
         with pytest.raises(EngineError):
             await asyncio.wait_for(client.load(), 10)
 
 
-async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
     before = asyncio.all_tasks()
-    async with Replay(routes={"/v1/loads": [HANG]}) as slow, Replay() as broken:
+    async with speech.replay(routes={speech.load_path: [HANG]}) as slow, speech.replay() as broken:
         workers = answer_json({"workers": [{"url": slow.url}, {"url": broken.url}]})
-        async with Replay(routes={"/workers": workers}) as router:
-            async with Client(router.url) as client:
+        async with speech.replay(routes={"/workers": workers}) as router:
+            async with speech.client(router.url) as client:
                 asking = asyncio.ensure_future(client.load())
                 await until(lambda: slow.requests and broken.requests)
                 asking.cancel()
@@ -263,11 +264,11 @@ async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(monkeypatch:
 # Opening and closing.
 
 
-async def test_closing_aborts_what_runs_gives_it_to_who_waits_and_leaves_nothing() -> None:
+async def test_closing_aborts_what_runs_gives_it_to_who_waits_and_leaves_nothing(speech: Speech) -> None:
     before = asyncio.all_tasks()
-    async with Replay([head(), chunk(event([1], 1)), HANG]) as server:
-        async with Client(server.url, limits=Limits(calls=3)) as client:
-            calls = [client.start(PROMPT, {}) for _ in range(6)]
+    async with speech.replay([head(), chunk(speech.event([1], 1)), HANG]) as server:
+        async with speech.client(server.url, limits=Limits(calls=3)) as client:
+            calls = [client.start(PROMPT, ASKED) for _ in range(6)]
             waiter = asyncio.gather(calls[0], calls[5])
             await until(lambda: all(call.token_count for call in calls[:3]))
         generations = [await call for call in calls]
@@ -279,34 +280,34 @@ async def test_closing_aborts_what_runs_gives_it_to_who_waits_and_leaves_nothing
     assert asyncio.all_tasks() == before
 
 
-async def test_closing_twice_or_unused_is_fine_and_a_closed_client_can_be_used_again() -> None:
-    async with Replay(WHOLE) as server:
-        client = Client(server.url)
+async def test_closing_twice_or_unused_is_fine_and_a_closed_client_can_be_used_again(speech: Speech) -> None:
+    async with speech.replay(speech.whole) as server:
+        client = speech.client(server.url)
         await client.aclose()
-        await client.generate(PROMPT, {})
+        await client.generate(PROMPT, ASKED)
         await asyncio.gather(client.aclose(), client.aclose())
         await client.aclose()
-        assert (await client.generate(PROMPT, {})).finish_reason == "stop"
+        assert (await client.generate(PROMPT, ASKED)).finish_reason == "stop"
         await client.aclose()
 
 
-async def test_nothing_can_be_started_while_the_client_closes() -> None:
-    async with Replay([HANG]) as server:
-        client = Client(server.url)
-        call = client.start(PROMPT, {})
+async def test_nothing_can_be_started_while_the_client_closes(speech: Speech) -> None:
+    async with speech.replay([HANG]) as server:
+        client = speech.client(server.url)
+        call = client.start(PROMPT, ASKED)
         await until(lambda: server.generates)
         closing = asyncio.ensure_future(client.aclose())
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="being closed"):
-            client.start(PROMPT, {})
+            client.start(PROMPT, ASKED)
         await closing
         assert len((await call).token_ids) == 0
 
 
-async def test_a_closing_that_is_cancelled_goes_on() -> None:
-    async with Replay([HANG]) as server:
-        client = Client(server.url)
-        call = client.start(PROMPT, {})
+async def test_a_closing_that_is_cancelled_goes_on(speech: Speech) -> None:
+    async with speech.replay([HANG]) as server:
+        client = speech.client(server.url)
+        call = client.start(PROMPT, ASKED)
         await until(lambda: server.generates)
         closing = asyncio.ensure_future(client.aclose())
         await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replay import (
+    ASKED,
     DONE,
     END,
     FIN,
@@ -22,28 +23,26 @@ from replay import (
     Step,
     answer,
     chunk,
-    event,
-    events,
     head,
     stream,
     until,
 )
-from streamfold import Client, DecodeError, EngineError, Retries, StreamfoldError, StreamTruncated
+from streamfold import DecodeError, EngineError, Retries, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
+
+    from speaking import Speech, Spoken
 
 BOTH_LOOPS = True
 
 ONCE = Retries(tries=1)
-TWO = [head(), *map(chunk, events(2, finish=None))]
-TWO_EVENTS = b"".join(events(2, finish=None))
 
 
-async def failure(server: Replay) -> StreamfoldError:
+async def failure(speech: Speech, server: Replay) -> StreamfoldError:
     """The error of a call that is tried once, with what every error of a call must be."""
-    async with Client(server.url, retries=ONCE) as client:
-        call = client.start(PROMPT, {})
+    async with speech.client(server.url, retries=ONCE) as client:
+        call = client.start(PROMPT, ASKED)
         with pytest.raises(StreamfoldError) as raised:
             await asyncio.wait_for(call, 20)
         error = raised.value
@@ -72,16 +71,16 @@ def kept(error: StreamfoldError) -> list[int]:
         [RST],
         [LAST_CHUNK, END],
         [chunk(DONE), LAST_CHUNK, END],
-        [chunk(event([3], 3)[:-30]), LAST_CHUNK, END],
-        [chunk(event([3], 3)[:-30]), FIN],
+        lambda speech: [chunk(speech.event([3], 3)[:-30]), LAST_CHUNK, END],
+        lambda speech: [chunk(speech.event([3], 3)[:-30]), FIN],
         [b"40\r\ndata: {", RST],
         [b"zz\r\n", FIN],
     ],
     ids=["fin", "reset", "last chunk", "[DONE]", "half an event", "half an event and fin", "half a chunk", "no chunk"],
 )
-async def test_a_stream_without_a_finish_reason_is_truncated_and_keeps_its_prefix(rest: Sequence[Step]) -> None:
-    async with Replay([*TWO, *rest]) as server:
-        error = await failure(server)
+async def test_a_stream_without_a_finish_reason_is_truncated_and_keeps_its_prefix(speech: Speech, rest: Spoken) -> None:
+    async with speech.replay([*speech.two, *speech.told(rest)]) as server:
+        error = await failure(speech, server)
         assert isinstance(error, StreamTruncated)
         assert kept(error) == [1, 2]
         assert len(server.generates) == 1, "what has tokens is not tried again"
@@ -89,18 +88,24 @@ async def test_a_stream_without_a_finish_reason_is_truncated_and_keeps_its_prefi
 
 
 @pytest.mark.parametrize("end", [FIN, RST])
-async def test_a_body_shorter_than_its_content_length_is_truncated(end: str) -> None:
-    async with Replay([head(length=len(TWO_EVENTS) + 1) + TWO_EVENTS, end]) as server:
-        error = await failure(server)
+async def test_a_body_shorter_than_its_content_length_is_truncated(speech: Speech, end: str) -> None:
+    two = b"".join(speech.events(2, finish=None))
+    async with speech.replay([head(length=len(two) + 1) + two, end]) as server:
+        error = await failure(speech, server)
         assert isinstance(error, StreamTruncated)
         assert kept(error) == [1, 2]
 
 
 @pytest.mark.parametrize("rest", [[], [chunk(DONE)]], ids=["no [DONE]", "[DONE]"])
 @pytest.mark.parametrize("end", [FIN, RST])
-async def test_once_the_finish_reason_has_come_a_broken_end_is_a_success(rest: list[Step], end: str) -> None:
-    async with Replay([head(), *map(chunk, events(3)), *rest, 0.02, end]) as server, Client(server.url) as client:
-        generation = await client.generate(PROMPT, {})
+async def test_once_the_finish_reason_has_come_a_broken_end_is_a_success(
+    speech: Speech, rest: list[Step], end: str
+) -> None:
+    async with (
+        speech.replay([head(), *map(chunk, speech.events(3)), *rest, 0.02, end]) as server,
+        speech.client(server.url) as client,
+    ):
+        generation = await client.generate(PROMPT, ASKED)
         assert generation.finish_reason == "stop"
         assert generation.token_ids.tolist() == [1, 2, 3]
         assert server.aborts == []
@@ -109,10 +114,10 @@ async def test_once_the_finish_reason_has_come_a_broken_end_is_a_success(rest: l
 # Engines that cannot be reached.
 
 
-async def test_a_refused_connection_is_an_engine_error_worth_another_try() -> None:
-    async with Replay() as server:
+async def test_a_refused_connection_is_an_engine_error_worth_another_try(speech: Speech) -> None:
+    async with speech.replay() as server:
         pass
-    error = await failure(server)
+    error = await failure(speech, server)
     assert isinstance(error, EngineError)
     assert (error.status, error.retryable) == (None, True)
     assert server.url in str(error)
@@ -124,9 +129,11 @@ async def test_a_refused_connection_is_an_engine_error_worth_another_try() -> No
     [[FIN], [RST], [b"HTTP/1.1 200 OK\r\ncontent-", RST], [b"SSH-2.0-OpenSSH_9.6\r\n\r\n", FIN]],
     ids=["fin", "reset", "half a head", "no http"],
 )
-async def test_a_connection_lost_before_the_headers_is_an_engine_error_worth_another_try(steps: list[Step]) -> None:
-    async with Replay(steps) as server:
-        error = await failure(server)
+async def test_a_connection_lost_before_the_headers_is_an_engine_error_worth_another_try(
+    speech: Speech, steps: list[Step]
+) -> None:
+    async with speech.replay(steps) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert (error.status, error.retryable) == (None, True)
         assert kept(error) == []
@@ -162,12 +169,14 @@ async def test_a_connection_lost_before_the_headers_is_an_engine_error_worth_ano
     ],
 )
 async def test_an_http_error_is_an_engine_error_with_the_servers_words(
-    status: int, body: bytes, message: str, *, retryable: bool
+    speech: Speech, status: int, body: bytes, message: str, *, retryable: bool
 ) -> None:
-    async with Replay(answer(body, status)) as server:
-        error = await failure(server)
+    async with speech.replay(answer(body, status)) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
-        assert (error.status, error.message, error.retryable) == (status, message, retryable)
+        hint = speech.hint(status)
+        assert error.message == (f"{message} ({hint})" if hint else message)
+        assert (error.status, error.retryable) == (status, retryable)
         assert kept(error) == []
         assert server.aborts == [], "nothing runs there"
 
@@ -181,17 +190,17 @@ async def test_an_http_error_is_an_engine_error_with_the_servers_words(
     ],
     ids=["cut", "silent", "endless"],
 )
-async def test_an_error_page_that_does_not_end_is_quoted_as_far_as_it_came(steps: list[Step]) -> None:
-    async with Replay(steps) as server:
-        error = await failure(server)
+async def test_an_error_page_that_does_not_end_is_quoted_as_far_as_it_came(speech: Speech, steps: list[Step]) -> None:
+    async with speech.replay(steps) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert (error.status, error.message) == (503, '{"error":"half')
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-async def test_a_redirect_is_not_followed(status: int) -> None:
-    async with Replay(answer(b"", status, location="/elsewhere")) as server:
-        error = await failure(server)
+async def test_a_redirect_is_not_followed(speech: Speech, status: int) -> None:
+    async with speech.replay(answer(b"", status, location="/elsewhere")) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert (error.status, error.retryable) == (status, False)
         assert "/elsewhere" in error.message
@@ -204,16 +213,16 @@ async def test_a_redirect_is_not_followed(status: int) -> None:
         (answer(b"<html>proxy login</html>", kind="text/html"), "text/html"),
         (answer(b'{"text":"whole","meta_info":{}}'), "application/json"),
         (answer(b"data: 1\n\n", kind=None), "no type"),
-        (answer(gzip.compress(TWO_EVENTS), kind="text/event-stream", content_encoding="gzip"), "gzip"),
+        (answer(gzip.compress(b"data: {}\n\n"), kind="text/event-stream", content_encoding="gzip"), "gzip"),
         (answer(b"", 204, kind=None), "empty reply"),
     ],
     ids=["html", "json", "no type", "gzip", "no content"],
 )
 async def test_a_reply_that_is_no_plain_event_stream_is_an_engine_error_that_says_what_it_is(
-    steps: list[Step], named: str
+    speech: Speech, steps: list[Step], named: str
 ) -> None:
-    async with Replay(steps) as server:
-        error = await failure(server)
+    async with speech.replay(steps) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert named in error.message
         assert bool(server.aborts) is (error.status == 200), "a request may run behind it"
@@ -221,19 +230,19 @@ async def test_a_reply_that_is_no_plain_event_stream_is_an_engine_error_that_say
         assert kept(error) == []
 
 
-async def test_no_more_than_the_first_200_bytes_of_a_wrong_reply_are_quoted() -> None:
-    async with Replay(answer(b"a" * 200 + b"b" * 10_000, kind="text/plain")) as server:
-        error = await failure(server)
+async def test_no_more_than_the_first_200_bytes_of_a_wrong_reply_are_quoted(speech: Speech) -> None:
+    async with speech.replay(answer(b"a" * 200 + b"b" * 10_000, kind="text/plain")) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert error.message.endswith(": " + "a" * 200)
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream;charset=UTF-8", "text/event-stream ; x=1"])
-async def test_an_event_stream_is_known_by_its_type_alone(kind: str) -> None:
-    body = b"".join([*events(2), DONE])
+async def test_an_event_stream_is_known_by_its_type_alone(speech: Speech, kind: str) -> None:
+    body = b"".join([*speech.events(2), DONE])
     steps = answer(body, kind=kind, content_encoding="identity")
-    async with Replay(steps) as server, Client(server.url) as client:
-        assert (await client.generate(PROMPT, {})).token_ids.tolist() == [1, 2]
+    async with speech.replay(steps) as server, speech.client(server.url) as client:
+        assert (await client.generate(PROMPT, ASKED)).token_ids.tolist() == [1, 2]
 
 
 # Errors inside the stream (vllm-project/guidellm#743, sgl-project/sglang#21900, #28175).
@@ -259,10 +268,10 @@ def sse(value: Any, name: str | None = None) -> bytes:
     ids=["object", "object with type", "bare object", "text", "object=error", "detail", "event: error"],
 )
 async def test_an_error_event_is_an_engine_error_and_the_tokens_before_it_are_kept(
-    tokens: int, error_event: bytes, status: int | None, *, retryable: bool
+    speech: Speech, tokens: int, error_event: bytes, status: int | None, *, retryable: bool
 ) -> None:
-    async with Replay(stream(*events(tokens, finish=None), error_event, DONE)) as server:
-        error = await failure(server)
+    async with speech.replay(stream(*speech.events(tokens, finish=None), error_event, DONE)) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert "broke" in error.message
         assert (error.status, error.retryable) == (status, retryable)
@@ -273,21 +282,31 @@ async def test_an_error_event_is_an_engine_error_and_the_tokens_before_it_are_ke
 
 @pytest.mark.parametrize(
     "rest",
-    [[HANG], [chunk(event([3], 3)), HANG], [RST], [*[chunk(b": on and on\n\n" * 1000)] * 1000, HANG]],
+    [
+        [HANG],
+        lambda speech: [chunk(speech.event([3], 3)), HANG],
+        [RST],
+        [*[chunk(b": on and on\n\n" * 1000)] * 1000, HANG],
+    ],
     ids=["silence", "more tokens", "reset", "endless"],
 )
-async def test_a_body_that_does_not_end_after_an_error_event_is_cut_and_the_engine_told(rest: list[Step]) -> None:
-    async with Replay([*TWO, chunk(sse({"error": "broke"})), *rest]) as server:
-        error = await failure(server)
+async def test_a_body_that_does_not_end_after_an_error_event_is_cut_and_the_engine_told(
+    speech: Speech, rest: Spoken
+) -> None:
+    async with speech.replay([*speech.two, chunk(sse({"error": "broke"})), *speech.told(rest)]) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert "broke" in error.message
         assert kept(error) == [1, 2]
         assert len(server.aborts) == 1
 
 
-async def test_an_error_that_came_before_an_abort_stays_an_error() -> None:
-    async with Replay([*TWO, chunk(sse({"error": "broke"})), HANG]) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+async def test_an_error_that_came_before_an_abort_stays_an_error(speech: Speech) -> None:
+    async with (
+        speech.replay([*speech.two, chunk(sse({"error": "broke"})), HANG]) as server,
+        speech.client(server.url) as client,
+    ):
+        call = client.start(PROMPT, ASKED)
         await until(lambda: call.token_count == 2)
         await asyncio.sleep(0.05)
         assert (await call.abort()).token_ids.tolist() == [1, 2]
@@ -295,10 +314,9 @@ async def test_an_error_that_came_before_an_abort_stays_an_error() -> None:
             await call
 
 
-async def test_a_refusal_that_comes_as_an_abort_event_is_an_engine_error() -> None:
-    full = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
-    async with Replay(stream(event([], 0, full), DONE)) as server:
-        error = await failure(server)
+async def test_a_refusal_that_comes_in_the_stream_is_an_engine_error(speech: Speech) -> None:
+    async with speech.replay(stream(speech.refusal(503), DONE)) as server:
+        error = await failure(speech, server)
         assert isinstance(error, EngineError)
         assert (error.status, error.message, error.retryable) == (503, "The request queue is full.", True)
 
@@ -309,34 +327,34 @@ async def test_a_refusal_that_comes_as_an_abort_event_is_an_engine_error() -> No
 @pytest.mark.parametrize(
     ("damage", "kind"),
     [
-        (b"data: {this is not json}\n\n", "json"),
-        (b"data: \xff\n\n", "utf8"),
-        (event([3], 7), "length"),
-        (event([-1], 3), "token"),
-        (b"data: 5\n\n", "schema"),
+        (lambda _: b"data: {this is not json}\n\n", "json"),
+        (lambda _: b"data: \xff\n\n", "utf8"),
+        (lambda speech: speech.event([3], 7), "length"),
+        (lambda speech: speech.event([-1], 3), "token"),
+        (lambda _: b"data: 5\n\n", "schema"),
     ],
     ids=["json", "utf8", "length", "token", "schema"],
 )
 async def test_damage_is_a_decode_error_that_keeps_the_good_prefix_and_ends_the_request(
-    damage: bytes, kind: str
+    speech: Speech, damage: Callable[[Speech], bytes], kind: str
 ) -> None:
     # The engine goes on and on; only an abort ends it.
-    steps: list[Step] = [*TWO, chunk(damage), *[chunk(event([4], 4))] * 3, HANG]
-    async with Replay(steps) as server:
-        error = await failure(server)
+    steps: list[Step] = [*speech.two, chunk(damage(speech)), *[chunk(speech.event([4], 4))] * 3, HANG]
+    async with speech.replay(steps) as server:
+        error = await failure(speech, server)
         assert isinstance(error, DecodeError)
         assert error.kind == kind
-        assert error.offset >= len(TWO_EVENTS)
+        assert error.offset >= len(b"".join(speech.events(2, finish=None)))
         assert kept(error) == [1, 2]
         assert len(server.aborts) == 1
 
 
-async def test_a_panic_or_any_other_fault_below_reaches_who_awaits_the_call() -> None:
+async def test_a_panic_or_any_other_fault_below_reaches_who_awaits_the_call(speech: Speech) -> None:
     class Fault(BaseException):
         pass
 
-    async with Replay(TWO) as server, Client(server.url) as client:
-        call = client.start(PROMPT, {})
+    async with speech.replay(speech.two) as server, speech.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
         reported: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 

@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from leftovers import open_files, settled
 from replay import (
+    ASKED,
     DONE,
     FIN,
     HANG,
     PROMPT,
     RST,
-    WHOLE,
-    Replay,
     Request,
-    Step,
     Steps,
     answer,
     answer_json,
     chunk,
-    event,
-    events,
     head,
     stream,
     until,
 )
 from streamfold import Client, EngineTimeout, Limits, Retries, StreamfoldError, Timeouts
-from tries import BUSY, LATER, QUEUE_FULL, SOON, in_turn
+from tries import BUSY, LATER, SOON, in_turn
+
+if TYPE_CHECKING:
+    from speaking import Speech, Spoken
 
 BOTH_LOOPS = True
 
-TWO: list[Step] = [head(), *map(chunk, events(2, finish=None))]
 
-
-async def test_a_pause_is_as_long_as_the_engine_asks_for() -> None:
-    async with Replay() as server, Client(server.url, retries=SOON) as client:
-        server.routes["/generate"] = in_turn(server, answer(b"slow down", 429, retry_after="1"), WHOLE)
-        call = client.start(PROMPT, {})
+async def test_a_pause_is_as_long_as_the_engine_asks_for(speech: Speech) -> None:
+    async with speech.replay() as server, speech.client(server.url, retries=SOON) as client:
+        server.routes[speech.path] = in_turn(server, answer(b"slow down", 429, retry_after="1"), speech.whole)
+        call = client.start(PROMPT, ASKED)
         await call
         assert call.tries == 2
         assert call.age >= 0.99  # clocks are coarse
@@ -76,21 +73,23 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
         Retries(**wrong)
 
 
-async def test_a_call_that_pauses_gives_its_slot_back() -> None:
-    async with Replay() as server, Client(server.url, retries=LATER, limits=Limits(calls=1)) as client:
-        server.routes["/generate"] = in_turn(server, BUSY, WHOLE)
-        pausing = client.start(PROMPT, {})
-        assert (await asyncio.wait_for(client.generate(PROMPT, {}), 10)).finish_reason == "stop"
+async def test_a_call_that_pauses_gives_its_slot_back(speech: Speech) -> None:
+    async with speech.replay() as server, speech.client(server.url, retries=LATER, limits=Limits(calls=1)) as client:
+        server.routes[speech.path] = in_turn(server, BUSY, speech.whole)
+        pausing = client.start(PROMPT, ASKED)
+        assert (await asyncio.wait_for(client.generate(PROMPT, ASKED), 10)).finish_reason == "stop"
         assert not pausing.ended.done()
         await pausing.abort()
 
 
 @pytest.mark.parametrize("reply", [BUSY, answer(b"", 429, retry_after="3600")], ids=["our pause", "the engine's"])
 @pytest.mark.parametrize("how", ["abort", "abort_all", "aclose", "cancel", "time-out", "host"])
-async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_sent(reply: Steps, how: str) -> None:
+async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_sent(
+    speech: Speech, reply: Steps, how: str
+) -> None:
     aborting = False
-    async with Replay(reply) as server, Client(server.url, retries=LATER) as client:
-        call = client.start(PROMPT, {}, aborted=lambda: aborting)
+    async with speech.replay(reply) as server, speech.client(server.url, retries=LATER) as client:
+        call = client.start(PROMPT, ASKED, aborted=lambda: aborting)
         waiter = asyncio.ensure_future(call.wait([call]))
         await until(lambda: server.generates and server.open == 0)
         await asyncio.sleep(0.02)
@@ -118,10 +117,12 @@ async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_s
         assert (len(server.generates), server.aborts) == (1, []), "nothing ran there that had to be told"
 
 
-async def test_an_abort_while_a_failed_try_is_being_cleared_away_is_a_result_and_there_is_no_other_try() -> None:
-    async with Replay([HANG], routes={"/abort_request": [0.3, *answer_json(None)]}) as server:
-        async with Client(server.url, retries=SOON, timeouts=Timeouts(first_token=0.1)) as client:
-            call = client.start(PROMPT, {})
+async def test_an_abort_while_a_failed_try_is_being_cleared_away_is_a_result_and_there_is_no_other_try(
+    speech: Speech,
+) -> None:
+    async with speech.replay([HANG], routes={speech.abort_path: [0.3, *answer_json(None)]}) as server:
+        async with speech.client(server.url, retries=SOON, timeouts=Timeouts(first_token=0.1)) as client:
+            call = client.start(PROMPT, ASKED)
             await until(lambda: server.aborts)
             assert not call.ended.done()
             generation = await asyncio.wait_for(call.abort(), 5)
@@ -130,11 +131,11 @@ async def test_an_abort_while_a_failed_try_is_being_cleared_away_is_a_result_and
         assert len(server.generates) == 1
 
 
-async def test_an_abort_of_the_last_try_does_not_hide_its_error() -> None:
-    async with Replay([HANG], routes={"/abort_request": [0.3, *answer_json(None)]}) as server:
+async def test_an_abort_of_the_last_try_does_not_hide_its_error(speech: Speech) -> None:
+    async with speech.replay([HANG], routes={speech.abort_path: [0.3, *answer_json(None)]}) as server:
         timeouts = Timeouts(first_token=0.1)
-        async with Client(server.url, retries=Retries(tries=1), timeouts=timeouts) as client:
-            call = client.start(PROMPT, {})
+        async with speech.client(server.url, retries=Retries(tries=1), timeouts=timeouts) as client:
+            call = client.start(PROMPT, ASKED)
             await until(lambda: server.aborts)
             await call.abort()
             with pytest.raises(EngineTimeout):
@@ -143,7 +144,7 @@ async def test_an_abort_of_the_last_try_does_not_hide_its_error() -> None:
 
 # Nothing left.
 
-FAULTS: tuple[Steps, ...] = (
+FAULTS: tuple[Spoken, ...] = (
     BUSY,
     answer(b"", 429, retry_after="0"),
     [FIN],
@@ -152,19 +153,19 @@ FAULTS: tuple[Steps, ...] = (
     [head(), HANG],
     [head(), FIN],
     [head(), chunk(b"data: {"), RST],
-    [*TWO, RST],
-    [*TWO, FIN],
-    stream(event([], 0, QUEUE_FULL), DONE),
+    lambda speech: [*speech.two, RST],
+    lambda speech: [*speech.two, FIN],
+    lambda speech: stream(speech.refusal(503), DONE),
     answer_json({"error": "no"}, 400),
-    [0.02, *WHOLE],
-    WHOLE,
-    WHOLE,
+    lambda speech: [0.02, *speech.whole],
+    lambda speech: speech.whole,
+    lambda speech: speech.whole,
 )
 
 
 async def ended_somehow(client: Client, dice: random.Random) -> None:
     """One call among random faults, which may be aborted or cancelled at any moment of it."""
-    call = client.start(PROMPT, {})
+    call = client.start(PROMPT, ASKED)
     waiter = asyncio.ensure_future(call.wait([call]))
     if dice.random() < 0.5:
         await asyncio.sleep(dice.uniform(0, 0.15))
@@ -187,21 +188,24 @@ async def ended_somehow(client: Client, dice: random.Random) -> None:
 
 @pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(600)
-async def test_after_any_number_of_tries_among_random_faults_nothing_is_left(count: int) -> None:
+async def test_after_any_number_of_tries_among_random_faults_nothing_is_left(speech: Speech, count: int) -> None:
     dice = random.Random(count)
     timeouts, limits = Timeouts(first_token=0.05, next_token=0.05), Limits(calls=12)
     retries = Retries(tries=5, first=0.005, longest=0.02)
-    async with Replay() as server, Client(server.url, retries=retries, timeouts=timeouts, limits=limits) as client:
-        server.routes["/generate"] = WHOLE
-        await client.generate(PROMPT, {})
+    async with (
+        speech.replay() as server,
+        speech.client(server.url, retries=retries, timeouts=timeouts, limits=limits) as client,
+    ):
+        server.routes[speech.path] = speech.whole
+        await client.generate(PROMPT, ASKED)
         assert client._session is not None
         session, pool = client._session, client._session.transport._pool  # type: ignore[attr-defined]
         tasks, files = await settled()
 
         def any_fault(_: Request) -> Steps:
-            return dice.choice(FAULTS)
+            return speech.told(dice.choice(FAULTS))
 
-        server.routes["/generate"] = any_fault
+        server.routes[speech.path] = any_fault
         places = asyncio.Semaphore(24)
 
         async def one() -> None:

@@ -60,26 +60,29 @@ def aborts_of(engine: Loopback) -> list[Any]:
 # Where it is found.
 
 
+of_each = pytest.mark.parametrize(("package", "engine_name"), [("slime", "sglang"), ("vime", "vllm")])
+
+
+@of_each
 @pytest.mark.parametrize("new", [True, False])
-def test_slime_can_be_imported_inside_the_block_only(new: bool) -> None:
-    with installed(new=new):
-        assert importlib.import_module("slime.utils.types").Sample is Sample
-        assert importlib.import_module("slime.rollout.sglang_rollout").GenerateState is GenerateState
-    assert not [name for name in sys.modules if name.split(".")[0] == "slime"]
+def test_the_trainer_can_be_imported_inside_the_block_only(package: str, engine_name: str, new: bool) -> None:
+    with installed(package, new=new):
+        assert importlib.import_module(f"{package}.utils.types").Sample is Sample
+        assert importlib.import_module(f"{package}.rollout.{engine_name}_rollout").GenerateState is GenerateState
+        assert getattr(nowhere(), f"{engine_name}_server_concurrency") == 512
+        assert len([name for name in vars(nowhere()) if name.endswith("_router_ip")]) == 1
+    assert not [name for name in sys.modules if name.split(".")[0] == package]
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("slime.utils.types")
+        importlib.import_module(f"{package}.utils.types")
 
 
-@pytest.mark.parametrize(
-    ("new", "there", "missing"),
-    [
-        (True, "slime.observability.trace_utils", "slime.utils.trace_utils"),
-        (False, "slime.utils.trace_utils", "slime.observability.trace_utils"),
-    ],
-)
-def test_span_helpers_are_where_that_release_has_them(new: bool, there: str, missing: str) -> None:
-    with installed(new=new):
-        assert importlib.import_module(there).trace_span is trace_span
+@of_each
+@pytest.mark.parametrize("new", [True, False])
+def test_span_helpers_are_where_that_release_has_them(package: str, engine_name: str, new: bool) -> None:
+    newer, older = (f"{package}.{folder}.trace_utils" for folder in ("observability", "utils"))
+    there, missing = (newer, older) if new else (older, newer)
+    with installed(package, new=new):
+        assert hasattr(importlib.import_module(there), f"build_{engine_name}_meta_trace_attrs")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(missing)
 
@@ -158,6 +161,19 @@ async def test_the_hosts_own_generation_equals_the_undisturbed_one(host: None, s
     assert sample.rollout_routed_experts.tobytes() == wanted.routed_experts
     assert (sample.status, sample.reward, sample.weight_versions) == (Status.TRUNCATED, 1.0, ["default"])
     assert params == given
+
+
+async def test_vimes_own_generation_equals_the_undisturbed_one() -> None:
+    with installed("vime"), Loopback(engine="vllm", stop_probability=0, model_name="loopback/512") as engine:
+        args = args_of(engine, router_policy="consistent_hash")
+        sample = Sample(prompt=" the story", session_id="mine")
+        await generate_and_rm(args, sample, GenerateState(args).sampling_params)
+        (request,) = engine.seen()
+        wanted = engine.undisturbed(request.json()["token_ids"], {"max_tokens": 32, "logprobs": 1})
+    assert request.headers["x-session-id"] == "mine"
+    assert sample.tokens == request.json()["token_ids"] + wanted.token_ids
+    assert sample.rollout_log_probs == wanted.logprobs
+    assert (sample.status, sample.reward) == (Status.TRUNCATED, 1.0)
 
 
 async def test_the_processor_counts_images_as_the_engine_does(host: None) -> None:

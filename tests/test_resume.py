@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from completing import ENDED, SOON, answers, completed, cut, differs, part, sample_of
-from replay import DONE, HANG, PROMPT, Replay, Request, answer_json, chunk, head, stream, until
-from streamfold import Client, DecodeError, EngineError, Experts, StreamTruncated
+from completing import ENDED, SOON, answers, completed, cut, differs, sample_of
+from replay import DONE, HANG, PROMPT, Request, answer_json, chunk, event, head, stream, until
+from speaking import SGLANG
+from streamfold import DecodeError, EngineError, Experts, StreamTruncated
 from streamfold.limits import Retries
-from streamfold.loopback import Loopback
 from streamfold.resume import complete, complete_all
 from streamfold.sample import Sample
 
@@ -21,28 +21,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from replay import Step
+    from speaking import Speech
+    from streamfold.loopback import Loopback
+
+# Where the point is something that vLLM's token endpoint does not have: prompts as text, no budget, top-p at the end.
+sglang_alone = pytest.mark.parametrize("speech", [SGLANG], ids=repr)
 
 
 @pytest.fixture
-def engine() -> Iterator[Loopback]:
-    with Loopback(token_rate=400, prefill_delay=0.005, stop_probability=1 / 60) as running:
+def engine(speech: Speech) -> Iterator[Loopback]:
+    with speech.loopback(token_rate=400, prefill_delay=0.005, stop_probability=1 / 60) as running:
         yield running
 
 
 # One sample.
 
 
-async def test_a_sample_is_what_the_undisturbed_generation_is(engine: Loopback) -> None:
-    async with Client(engine.url, retries=SOON) as client:
+async def test_a_sample_is_what_the_undisturbed_generation_is(speech: Speech, engine: Loopback) -> None:
+    async with speech.client(engine.url, retries=SOON, tokenizer=speech.tokenizer_of(engine)) as client:
         for seed in range(4):
             sample = await completed(client, sample_of(max_new_tokens=64, sampling_seed=seed))
-            assert differs(sample, engine) == {}
+            assert differs(speech, sample, engine) == {}
 
 
-async def test_a_sample_that_is_cancelled_again_and_again_ends_as_if_it_never_had_been(engine: Loopback) -> None:
+async def test_a_sample_that_is_cancelled_again_and_again_ends_as_if_it_never_had_been(
+    speech: Speech, engine: Loopback
+) -> None:
     chance = random.Random(7)
     cuts = 0
-    async with Client(engine.url, retries=SOON) as client:
+    async with speech.client(engine.url, retries=SOON, tokenizer=speech.tokenizer_of(engine)) as client:
         for seed in range(8):
             sample = sample_of(max_new_tokens=48, sampling_seed=seed)
             while sample.status not in ENDED:
@@ -52,55 +59,61 @@ async def test_a_sample_that_is_cancelled_again_and_again_ends_as_if_it_never_ha
                 task.cancel()
                 cuts += (await asyncio.gather(task, return_exceptions=True))[0] is not sample
                 assert sample.response_length >= before
-            assert differs(sample, engine) == {}
+            assert differs(speech, sample, engine) == {}
         assert await client.load() == 0
     assert cuts > 8
 
 
-async def test_a_truncated_stream_goes_on_from_its_own_tokens_with_what_is_left_of_the_budget() -> None:
-    second = stream(part([12, 13], prompt=5, finish="stop"), DONE)
-    async with Replay(answers(cut(part([10, 11])), second)) as engine, Client(engine.url, retries=SOON) as client:
+async def test_a_truncated_stream_goes_on_from_its_own_tokens_with_what_is_left_of_the_budget(speech: Speech) -> None:
+    second = stream(speech.part([12, 13], prompt=5, finish="stop"), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([10, 11])), second)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         sample = await completed(client, sample_of(min_new_tokens=3))
-    first, then = (request.json for request in engine.generates)
-    assert (first["input_ids"], then["input_ids"]) == (PROMPT, [*PROMPT, 10, 11])
-    assert then["sampling_params"] == {"max_new_tokens": 6, "min_new_tokens": 1}
-    assert first["rid"] != then["rid"]
+    first, then = engine.generates
+    assert (speech.ids(first), speech.ids(then)) == (PROMPT, [*PROMPT, 10, 11])
+    assert speech.params(then) == {"max_new_tokens": 6, "min_new_tokens": 1}
+    assert first.rid != then.rid
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12, 13], Sample.Status.COMPLETED)
     assert sample.rollout_log_probs == [-10 / 8, -11 / 8, -12 / 8, -13 / 8]
-    assert sample.metadata["text_joined"]
+    assert ("text_joined" in sample.metadata) == (speech.tokenizer is None)
 
 
-async def test_a_response_cut_behind_three_quarters_of_its_budget_gets_the_last_quarter() -> None:
+async def test_a_response_cut_behind_three_quarters_of_its_budget_gets_the_last_quarter(speech: Speech) -> None:
     """areal-project/AReaL#858: tokens so far were compared with a budget lowered each round; the loop ended early."""
     first, last = list(range(10, 22)), list(range(30, 34))
-    async with Replay() as server, Client(server.url, retries=SOON) as client:
-        server.routes["/generate"] = answers(
-            stream(part(first, finish="abort"), DONE),
-            stream(part(last, prompt=3 + len(first), finish="length"), DONE),
+    async with speech.replay() as server, speech.client(server.url, retries=SOON) as client:
+        server.routes[speech.path] = answers(
+            stream(speech.part(first, finish="abort"), DONE),
+            stream(speech.part(last, prompt=3 + len(first), finish="length"), DONE),
         )
         sample = await completed(client, sample_of(max_new_tokens=16))
         assert (sample.status, sample.tokens) == (Sample.Status.TRUNCATED, [*PROMPT, *first, *last])
-        budgets = [request.json["sampling_params"]["max_new_tokens"] for request in server.generates]
+        budgets = [speech.params(request)["max_new_tokens"] for request in server.generates]
         assert budgets == [16, 4]
 
 
-async def test_an_abort_that_nobody_here_asked_for_is_gone_on_with() -> None:
-    aborted = stream(part([10], finish="abort"), DONE)
-    queued = stream(part([], prompt=4, finish="abort"), DONE)
-    last = stream(part([11], prompt=4, finish="length"), DONE)
-    async with Replay(answers(aborted, queued, last)) as engine, Client(engine.url, retries=SOON) as client:
+async def test_an_abort_that_nobody_here_asked_for_is_gone_on_with(speech: Speech) -> None:
+    aborted = stream(speech.part([10], finish="abort"), DONE)
+    queued = stream(speech.part([], prompt=4, finish="abort"), DONE)
+    last = stream(speech.part([11], prompt=4, finish="length"), DONE)
+    async with (
+        speech.replay(answers(aborted, queued, last)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         sample = await completed(client, sample_of())
     assert len(engine.generates) == 3
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.TRUNCATED)
 
 
 @pytest.mark.parametrize("known", ["stop_token_ids", "stop_ids", "seen"])
-async def test_an_abort_that_came_with_a_stop_token_is_an_end(known: str) -> None:
-    seen = stream(part([8, 9], finish={"type": "stop", "matched": 9}), DONE)
-    aborted = stream(part([10, 9], finish="abort"), DONE)
+async def test_an_abort_that_came_with_a_stop_token_is_an_end(speech: Speech, known: str) -> None:
+    seen = stream(speech.part([8, 9], finish="stop", matched=9), DONE)
+    aborted = stream(speech.part([10, 9], finish="abort"), DONE)
     async with (
-        Replay(answers(*[seen] * (known == "seen"), aborted)) as engine,
-        Client(engine.url, retries=SOON) as client,
+        speech.replay(answers(*[seen] * (known == "seen"), aborted)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
     ):
         ends = {9} if known == "stop_ids" else set()
         if known == "seen":
@@ -110,16 +123,19 @@ async def test_an_abort_that_came_with_a_stop_token_is_an_end(known: str) -> Non
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 9], Sample.Status.COMPLETED)
 
 
-async def test_a_stop_token_is_any_token_where_stop_tokens_are_ignored() -> None:
-    last = stream(part([11], prompt=5, finish="length"), DONE)
-    async with Replay(answers(cut(part([10, 9])), last)) as engine, Client(engine.url, retries=SOON) as client:
+async def test_a_stop_token_is_any_token_where_stop_tokens_are_ignored(speech: Speech) -> None:
+    last = stream(speech.part([11], prompt=5, finish="length"), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([10, 9])), last)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         sample = await completed(client, sample_of(ignore_eos=True), stop_ids={9})
     assert sample.tokens == [*PROMPT, 10, 9, 11]
 
 
-async def test_an_abort_behind_a_stop_string_is_an_end_with_the_text_cut_there() -> None:
-    aborted = stream(part([0, 1, 2, 3], finish="abort"), DONE)  # abcd
-    async with Replay(aborted) as engine, Client(engine.url, retries=SOON) as client:
+async def test_an_abort_behind_a_stop_string_is_an_end_with_the_text_cut_there(speech: Speech) -> None:
+    aborted = stream(speech.part([0, 1, 2, 3], finish="abort"), DONE)  # abcd
+    async with speech.replay(aborted) as engine, speech.client(engine.url, retries=SOON) as client:
         trimmed = await completed(client, sample_of(stop="bc"))
         whole = await completed(client, sample_of(stop=["x", "bc"], no_stop_trim=True))
     assert len(engine.generates) == 2
@@ -127,21 +143,28 @@ async def test_an_abort_behind_a_stop_string_is_an_end_with_the_text_cut_there()
     assert (whole.response, whole.response_length) == ("abc", 4)
 
 
-async def test_an_abort_in_the_middle_of_a_stop_string_starts_the_sample_again() -> None:
+async def test_an_abort_in_the_middle_of_a_stop_string_starts_the_sample_again(speech: Speech) -> None:
     # Asked to go on, the engine would see only the second half of it, and not stop.
-    aborted = stream(part([0, 1], prompt=4, finish="abort"), DONE)
-    whole = stream(part([20, 0, 1], finish={"type": "stop", "matched": "bc"}), DONE)
-    async with Replay(answers(cut(part([20])), aborted, whole)) as engine, Client(engine.url, retries=SOON) as client:
+    aborted = stream(speech.part([0, 1], prompt=4, finish="abort"), DONE)
+    whole = stream(speech.part([20, 0, 1], finish="stop", matched="bc"), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([20])), aborted, whole)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         sample = await completed(client, sample_of(stop=["bc"]))
-    assert [request.json["input_ids"] for request in engine.generates] == [PROMPT, [*PROMPT, 20], PROMPT]
+    assert [speech.ids(request) for request in engine.generates] == [PROMPT, [*PROMPT, 20], PROMPT]
     assert (sample.tokens, sample.rollout_log_probs) == ([*PROMPT, 20, 0, 1], [-20 / 8, 0.0, -1 / 8])
     assert sample.metadata["restarted_tokens"] == 3
     assert "text_joined" not in sample.metadata  # the text is of one call
 
 
-async def test_a_cut_sample_whose_prompt_came_as_text_starts_again_from_it() -> None:
-    whole = stream(part([20, 21], finish="stop"), DONE)
-    async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url, retries=SOON) as client:
+@sglang_alone
+async def test_a_cut_sample_whose_prompt_came_as_text_starts_again_from_it(speech: Speech) -> None:
+    whole = stream(speech.part([20, 21], finish="stop"), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([10])), whole)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         sample = Sample(prompt="\u2028Hi", metadata={"sampling_params": {"max_new_tokens": 8}})
         await completed(client, sample)
     assert [request.json.get("input_ids") for request in engine.generates] == [None, None]
@@ -151,35 +174,35 @@ async def test_a_cut_sample_whose_prompt_came_as_text_starts_again_from_it() -> 
     assert "text_joined" not in sample.metadata
 
 
-async def test_what_the_engine_refuses_is_not_asked_again() -> None:
+async def test_what_the_engine_refuses_is_not_asked_again(speech: Speech) -> None:
     async with (
-        Replay(answer_json({"error": "too long"}, status=400)) as engine,
-        Client(engine.url, retries=SOON) as client,
+        speech.replay(answer_json({"error": "too long"}, status=400)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
     ):
         with pytest.raises(EngineError, match="too long"):
             await completed(client, sample_of())
     assert len(engine.generates) == 1
 
 
-async def test_a_busy_engine_is_asked_again_so_many_times_and_no_more() -> None:
+async def test_a_busy_engine_is_asked_again_so_many_times_and_no_more(speech: Speech) -> None:
     busy = answer_json({"error": "busy"}, status=503)
-    whole = stream(part([10], finish="stop"), DONE)
-    async with Replay(answers(busy, busy, whole)) as engine, Client(engine.url, retries=SOON) as client:
+    whole = stream(speech.part([10], finish="stop"), DONE)
+    async with speech.replay(answers(busy, busy, whole)) as engine, speech.client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of())
         assert sample.status is Sample.Status.COMPLETED
-        engine.routes["/generate"] = busy
+        engine.routes[speech.path] = busy
         refused = sample_of()
         with pytest.raises(EngineError, match="busy"):
             await completed(client, refused)
     assert len(engine.generates) == 3 + SOON.tries
 
 
-async def test_an_engine_that_aborts_without_end_is_an_error_with_the_tokens_kept() -> None:
+async def test_an_engine_that_aborts_without_end_is_an_error_with_the_tokens_kept(speech: Speech) -> None:
     def aborted(request: Request) -> list[Step]:
-        known = len(request.json["input_ids"])
-        return stream(part([known], prompt=known, finish="abort"), DONE)
+        known = len(speech.ids(request))
+        return stream(speech.part([known], prompt=known, finish="abort"), DONE)
 
-    async with Replay(aborted) as engine, Client(engine.url, retries=SOON) as client:
+    async with speech.replay(aborted) as engine, speech.client(engine.url, retries=SOON) as client:
         sample = sample_of()
         with pytest.raises(EngineError, match="aborted") as caught:
             await completed(client, sample)
@@ -187,12 +210,12 @@ async def test_an_engine_that_aborts_without_end_is_an_error_with_the_tokens_kep
     assert (sample.tokens, sample.status) == ([*PROMPT, 3, 4, 5, 6], Sample.Status.ABORTED)
 
 
-async def test_damage_is_a_cut_after_good_tokens_and_an_error_before_any() -> None:
+async def test_damage_is_a_cut_after_good_tokens_and_an_error_before_any(speech: Speech) -> None:
     damage = b"data: {]\n\n"
-    whole = stream(part([11], prompt=4, finish="stop"), DONE)
+    whole = stream(speech.part([11], prompt=4, finish="stop"), DONE)
     async with (
-        Replay(answers(stream(part([10]), damage), whole, stream(damage))) as engine,
-        Client(engine.url, retries=SOON) as client,
+        speech.replay(answers(stream(speech.part([10]), damage), whole, stream(damage))) as engine,
+        speech.client(engine.url, retries=SOON) as client,
     ):
         assert (await completed(client, sample_of())).tokens == [*PROMPT, 10, 11]
         with pytest.raises(DecodeError):
@@ -200,16 +223,22 @@ async def test_damage_is_a_cut_after_good_tokens_and_an_error_before_any() -> No
     assert len(engine.generates) == 3
 
 
-async def test_the_last_failure_is_the_one_that_is_raised_and_its_tokens_are_kept() -> None:
-    async with Replay(answers(cut(part([10])))) as engine, Client(engine.url, retries=Retries(tries=1)) as client:
+async def test_the_last_failure_is_the_one_that_is_raised_and_its_tokens_are_kept(speech: Speech) -> None:
+    async with (
+        speech.replay(answers(cut(speech.part([10])))) as engine,
+        speech.client(engine.url, retries=Retries(tries=1)) as client,
+    ):
         sample = sample_of()
         with pytest.raises(StreamTruncated):
             await completed(client, sample)
     assert (sample.tokens, sample.response, sample.status) == ([*PROMPT, 10], "k", Sample.Status.ABORTED)
 
 
-async def test_a_budget_of_zero_or_one_that_is_used_up_is_an_end_without_a_request() -> None:
-    async with Replay(answers(cut(part([10, 11])))) as engine, Client(engine.url, retries=SOON) as client:
+async def test_a_budget_of_zero_or_one_that_is_used_up_is_an_end_without_a_request(speech: Speech) -> None:
+    async with (
+        speech.replay(answers(cut(speech.part([10, 11])))) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         nothing = await completed(client, sample_of(max_new_tokens=0))
         assert len(engine.generates) == 0
         full = await completed(client, sample_of(max_new_tokens=2))
@@ -218,9 +247,13 @@ async def test_a_budget_of_zero_or_one_that_is_used_up_is_an_end_without_a_reque
     assert (full.status, full.tokens) == (Sample.Status.TRUNCATED, [*PROMPT, 10, 11])
 
 
-async def test_tokens_whose_top_p_arrays_were_lost_are_not_kept_but_counted() -> None:
-    whole = stream(part([10, 11], finish="stop", top_p_token_ids=[10, 11, 12], top_p_token_offsets=[0, 1, 3]), DONE)
-    async with Replay(answers(cut(part([10])), whole)) as engine, Client(engine.url, retries=SOON) as client:
+@sglang_alone
+async def test_tokens_whose_top_p_arrays_were_lost_are_not_kept_but_counted(speech: Speech) -> None:
+    whole = stream(event([10, 11], 2, "stop", top_p_token_ids=[10, 11, 12], top_p_token_offsets=[0, 1, 3]), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([10])), whole)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
+    ):
         sample = await completed(client, sample_of(top_p=0.9, custom_params={"return_top_p_token_ids": True}))
     assert engine.generates[1].json["input_ids"] == PROMPT
     assert sample.tokens == [*PROMPT, 10, 11]
@@ -229,15 +262,16 @@ async def test_tokens_whose_top_p_arrays_were_lost_are_not_kept_but_counted() ->
     assert sample.metadata["lost_side_data"] == 1
 
 
-async def test_a_response_that_ends_without_the_routed_experts_asked_for_is_an_error_and_dropped() -> None:
-    rows = base64.b64encode(bytes([1] * 4 * 6)).decode()  # for 3 + 2 - 1 positions
+async def test_a_response_that_ends_without_the_routed_experts_asked_for_is_an_error_and_dropped(
+    speech: Speech,
+) -> None:
+    rows = np.ones((3 + 2 - 1, 3, 2), np.uint8)
     shape = Experts(3, 2, 8, "uint8")
-    told: dict[str, Any] = {"routed_experts": rows, "routed_experts_dtype": "uint8"}
-    bare = stream(part([10, 11], finish="stop"), DONE)
-    whole = stream(part([10, 11], finish="stop", **told), DONE)
+    bare = stream(speech.part([10, 11], finish="stop"), DONE)
+    whole = stream(speech.part([10, 11], finish="stop", experts=rows), DONE)
     async with (
-        Replay(answers(cut(part([10, 11])), bare, bare, whole)) as engine,
-        Client(engine.url, experts=shape, retries=SOON) as client,
+        speech.replay(answers(cut(speech.part([10, 11])), bare, bare, whole)) as engine,
+        speech.client(engine.url, experts=shape, retries=SOON) as client,
     ):
         full, sample = sample_of(max_new_tokens=2), sample_of()
         with pytest.raises(EngineError, match="no routed experts"):
@@ -252,12 +286,13 @@ async def test_a_response_that_ends_without_the_routed_experts_asked_for_is_an_e
 
 
 async def test_a_cancel_arrives_even_if_what_had_come_does_not_fit_the_sample(
+    speech: Speech,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sample = sample_of([*PROMPT, 9])  # a token without a log-probability, beside those that come with theirs
     sample.response_length, sample.status = 1, Sample.Status.ABORTED
-    running: list[Step] = [head(), chunk(part([10], prompt=4)), HANG]
-    async with Replay(running) as engine, Client(engine.url, retries=SOON) as client:
+    running: list[Step] = [head(), chunk(speech.part([10], prompt=4)), HANG]
+    async with speech.replay(running) as engine, speech.client(engine.url, retries=SOON) as client:
         task = asyncio.ensure_future(completed(client, sample))
         await until(lambda: client.running and client.running[0].token_count)
         task.cancel()
@@ -267,11 +302,12 @@ async def test_a_cancel_arrives_even_if_what_had_come_does_not_fit_the_sample(
     assert "could be kept" in caplog.text
 
 
-async def test_without_a_budget_nothing_is_resumed_as_nobody_knows_what_is_left() -> None:
-    whole = stream(part([10], finish="stop"), DONE)
+@sglang_alone
+async def test_without_a_budget_nothing_is_resumed_as_nobody_knows_what_is_left(speech: Speech) -> None:
+    whole = stream(speech.part([10], finish="stop"), DONE)
     async with (
-        Replay(answers(whole, cut(part([10])))) as engine,
-        Client(engine.url, retries=SOON) as client,
+        speech.replay(answers(whole, cut(speech.part([10])))) as engine,
+        speech.client(engine.url, retries=SOON) as client,
     ):
         assert (await complete(client, sample_of(), {})).status is Sample.Status.COMPLETED
         with pytest.raises(StreamTruncated):
@@ -284,9 +320,9 @@ async def test_without_a_budget_nothing_is_resumed_as_nobody_knows_what_is_left(
 # Many samples.
 
 
-async def test_so_many_samples_are_in_flight_and_no_more() -> None:
-    slow = [head(), chunk(part([10], finish="stop")), 0.02, *stream(DONE)[1:]]
-    async with Replay(slow) as engine, Client(engine.url) as client:
+async def test_so_many_samples_are_in_flight_and_no_more(speech: Speech) -> None:
+    slow = [head(), chunk(speech.part([10], finish="stop")), 0.02, *stream(DONE)[1:]]
+    async with speech.replay(slow) as engine, speech.client(engine.url) as client:
         ended: list[Sample] = []
         work = [sample_of() for _ in range(20)]
         await complete_all(client, work, lambda sample, _error: ended.append(sample), concurrency=3)
@@ -296,12 +332,12 @@ async def test_so_many_samples_are_in_flight_and_no_more() -> None:
             await complete_all(client, work, print, concurrency=0)
 
 
-async def test_a_cancelled_run_hands_over_what_it_cut_and_leaves_nothing(engine: Loopback) -> None:
+async def test_a_cancelled_run_hands_over_what_it_cut_and_leaves_nothing(speech: Speech, engine: Loopback) -> None:
     ended: dict[int, tuple[Sample, Exception | None]] = {}
     work = [sample_of(max_new_tokens=500, sampling_seed=seed, ignore_eos=True) for seed in range(40)]
     for index, sample in enumerate(work):
         sample.index = index
-    async with Client(engine.url) as client:
+    async with speech.client(engine.url) as client:
         task = asyncio.ensure_future(
             complete_all(
                 client, work, lambda sample, error: ended.update({sample.index or 0: (sample, error)}), concurrency=16
@@ -324,14 +360,14 @@ def _idle(engine: Loopback) -> None:
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-async def test_failures_are_told_with_their_samples_and_the_others_go_on() -> None:
+async def test_failures_are_told_with_their_samples_and_the_others_go_on(speech: Speech) -> None:
     def some(request: Request) -> Sequence[Step]:
-        if request.json["input_ids"][0] == 1:
+        if speech.ids(request)[0] == 1:
             return answer_json({"error": "bad"}, status=400)
-        return stream(part([10], finish="stop"), DONE)
+        return stream(speech.part([10], finish="stop"), DONE)
 
     told: list[tuple[int, str | None]] = []
-    async with Replay(some) as engine, Client(engine.url, retries=SOON) as client:
+    async with speech.replay(some) as engine, speech.client(engine.url, retries=SOON) as client:
         work = [sample_of([bad, 6, 7]) for bad in (1, 0, 1, 0)]
         await complete_all(
             client,
@@ -342,13 +378,13 @@ async def test_failures_are_told_with_their_samples_and_the_others_go_on() -> No
     assert sorted(told, key=str) == [(0, None), (0, None), (1, "EngineError"), (1, "EngineError")]
 
 
-async def test_an_error_of_the_callers_own_ends_the_run_and_what_is_in_flight() -> None:
+async def test_an_error_of_the_callers_own_ends_the_run_and_what_is_in_flight(speech: Speech) -> None:
     def full(sample: Sample, _error: Exception | None) -> None:
         raise OSError(28, "no space left")
 
-    running: list[Step] = [head(), chunk(part([10])), HANG]
-    replies = [stream(part([10], finish="stop"), DONE), *[running] * 3]
-    async with Replay(answers(*replies)) as engine, Client(engine.url, retries=SOON) as client:
+    running: list[Step] = [head(), chunk(speech.part([10])), HANG]
+    replies = [stream(speech.part([10], finish="stop"), DONE), *[running] * 3]
+    async with speech.replay(answers(*replies)) as engine, speech.client(engine.url, retries=SOON) as client:
         with pytest.raises(OSError, match="no space left"):
             await complete_all(client, [sample_of() for _ in range(9)], full, concurrency=4)
         assert client.running == []

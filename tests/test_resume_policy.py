@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from completing import SOON, answers, completed, cut, part, sample_of
-from replay import DONE, HANG, PROMPT, Replay, Request, chunk, event, head, stream, until
-from streamfold import Client, EngineError, Experts, Generation, StreamTruncated
+from completing import SOON, answers, completed, cut, sample_of
+from replay import DONE, HANG, PROMPT, Request, chunk, head, stream, until
+from speaking import SGLANG
+from streamfold import EngineError, Experts, Generation, StreamTruncated
 from streamfold.limits import Retries
-from streamfold.loopback import Loopback
 from streamfold.sample import Sample, merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from replay import Step
+    from speaking import Speech
+    from streamfold.loopback import Loopback
     from streamfold.resume import Resume
 
 
 @pytest.fixture
-def engine() -> Iterator[Loopback]:
-    with Loopback(token_rate=400, prefill_delay=0.005, stop_probability=1 / 60) as running:
+def engine(speech: Speech) -> Iterator[Loopback]:
+    with speech.loopback(token_rate=400, prefill_delay=0.005, stop_probability=1 / 60) as running:
         yield running
 
 
@@ -34,36 +35,40 @@ def engine() -> Iterator[Loopback]:
 
 @pytest.mark.parametrize("k", range(5))
 @pytest.mark.parametrize("resume", ["continue", "restart"])
-async def test_a_stream_reset_after_k_events_ends_as_if_it_never_had_been(resume: Resume, k: int) -> None:
+async def test_a_stream_reset_after_k_events_ends_as_if_it_never_had_been(
+    speech: Speech, resume: Resume, k: int
+) -> None:
     """The tokens of a failed try must neither be doubled nor stay beside those of the next one."""
     ids = [10, 11, 12, 13, 14]
 
     def serve(request: Request) -> Sequence[Step]:
-        kept = request.json["input_ids"][3:]
-        rest, n = ids[len(kept) :], len(request.json["input_ids"])
-        if len(engine.generates) == 1 and k:
-            return cut(*[event(ids[:i], i, prompt_tokens=n) for i in range(1, k + 1)])
-        return stream(part(rest, prompt=n, finish="stop"), DONE)
+        kept = speech.ids(request)[3:]
+        rest, n = ids[len(kept) :], len(speech.ids(request))
+        if len(server.generates) == 1 and k:
+            # SGLang may tell all that there is each time.
+            told = [ids[0 if speech is SGLANG else i : i + 1] for i in range(k)]
+            return cut(*[speech.event(new, i + 1, prompt=n) for i, new in enumerate(told)])
+        return stream(speech.part(rest, prompt=n, finish="stop"), DONE)
 
-    async with Replay(serve) as engine, Client(engine.url, retries=SOON) as client:
+    async with speech.replay(serve) as server, speech.client(server.url, retries=SOON) as client:
         sample = await completed(client, sample_of(), resume=resume)
     assert sample.tokens == [*PROMPT, *ids]
     assert sample.rollout_log_probs == [-token / 8 for token in ids]
     assert (sample.loss_mask, sample.response_length) == ([1] * 5, 5)
     assert sample.response == "".join(chr(97 + token % 26) for token in ids)
     if k:
-        again = engine.generates[1].json
-        assert again["input_ids"] == (PROMPT if resume == "restart" else [*PROMPT, *ids[:k]])
-        assert again["sampling_params"]["max_new_tokens"] == (8 if resume == "restart" else 8 - k)
+        again = server.generates[1]
+        assert speech.ids(again) == (PROMPT if resume == "restart" else [*PROMPT, *ids[:k]])
+        assert speech.params(again)["max_new_tokens"] == (8 if resume == "restart" else 8 - k)
         assert sample.metadata["resumed"] == 1
         assert sample.metadata.get("restarted_tokens", 0) == (k if resume == "restart" else 0)
 
 
-async def test_a_policy_of_raising_leaves_what_came_and_asks_no_more() -> None:
-    aborted = stream(part([10, 11], finish="abort"), DONE)
+async def test_a_policy_of_raising_leaves_what_came_and_asks_no_more(speech: Speech) -> None:
+    aborted = stream(speech.part([10, 11], finish="abort"), DONE)
     async with (
-        Replay(answers(cut(part([10, 11])), aborted)) as engine,
-        Client(engine.url, retries=SOON) as client,
+        speech.replay(answers(cut(speech.part([10, 11])), aborted)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
     ):
         for error in (StreamTruncated, EngineError):
             sample = sample_of()
@@ -75,19 +80,19 @@ async def test_a_policy_of_raising_leaves_what_came_and_asks_no_more() -> None:
     assert len(engine.generates) == 2
 
 
-async def test_where_an_abort_event_is_a_result_it_is_written_and_not_gone_on_with() -> None:
+async def test_where_an_abort_event_is_a_result_it_is_written_and_not_gone_on_with(speech: Speech) -> None:
     async with (
-        Replay(stream(part([10, 11], finish="abort"), DONE)) as engine,
-        Client(engine.url, retries=SOON) as client,
+        speech.replay(stream(speech.part([10, 11], finish="abort"), DONE)) as engine,
+        speech.client(engine.url, retries=SOON) as client,
     ):
         sample = await completed(client, sample_of(), resume_aborts=False)
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
     assert len(engine.generates) == 1
 
 
-async def test_a_call_that_somebody_else_aborts_is_a_result_and_not_gone_on_with() -> None:
-    running: list[Step] = [head(), chunk(part([10])), HANG]
-    async with Replay(running) as engine, Client(engine.url, retries=SOON) as client:
+async def test_a_call_that_somebody_else_aborts_is_a_result_and_not_gone_on_with(speech: Speech) -> None:
+    running: list[Step] = [head(), chunk(speech.part([10])), HANG]
+    async with speech.replay(running) as engine, speech.client(engine.url, retries=SOON) as client:
         task = asyncio.ensure_future(completed(client, sample_of()))
         await until(lambda: client.running and client.running[0].token_count)
         await client.abort_all()
@@ -97,11 +102,11 @@ async def test_a_call_that_somebody_else_aborts_is_a_result_and_not_gone_on_with
 
 
 @pytest.mark.parametrize("when", ["before", "in the pause"])
-async def test_no_request_leaves_while_the_host_is_aborting(when: str) -> None:
+async def test_no_request_leaves_while_the_host_is_aborting(speech: Speech, when: str) -> None:
     aborting = when == "before"
     async with (
-        Replay(cut(part([10, 11]))) as engine,
-        Client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
+        speech.replay(cut(speech.part([10, 11]))) as engine,
+        speech.client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
     ):
         sample = sample_of()
         task = asyncio.ensure_future(completed(client, sample, aborted=lambda: aborting))
@@ -116,10 +121,10 @@ async def test_no_request_leaves_while_the_host_is_aborting(when: str) -> None:
         assert len(engine.generates) == (0 if when == "before" else 1)
 
 
-async def test_a_cancel_in_the_pause_arrives_and_nothing_is_sent_afterwards() -> None:
+async def test_a_cancel_in_the_pause_arrives_and_nothing_is_sent_afterwards(speech: Speech) -> None:
     async with (
-        Replay(cut(part([10, 11]))) as engine,
-        Client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
+        speech.replay(cut(speech.part([10, 11]))) as engine,
+        speech.client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
     ):
         sample = sample_of()
         task = asyncio.ensure_future(completed(client, sample))
@@ -136,20 +141,22 @@ async def test_a_cancel_in_the_pause_arrives_and_nothing_is_sent_afterwards() ->
 
 
 @pytest.mark.parametrize("border", range(1, 4))
-async def test_with_a_tokenizer_an_emoji_cut_in_pieces_is_whole_again(engine: Loopback, border: int) -> None:
+async def test_with_a_tokenizer_an_emoji_cut_in_pieces_is_whole_again(
+    speech: Speech, engine: Loopback, border: int
+) -> None:
     """The engine's own texts of the two calls have lost it: a half is held back, or taken for a part of the prompt."""
     params: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True}
     seed, at, told = next(
         (seed, at, told)
         for seed in range(1000)
-        for told in [engine.undisturbed(PROMPT, {**params, "sampling_seed": seed}, return_logprob=True)]
+        for told in [speech.undisturbed(engine, PROMPT, {**params, "sampling_seed": seed})]
         for at, token in enumerate(told.token_ids[:40])
         if token == 0xF0 and at > 2
     )
     params["sampling_seed"] = seed
     samples = []
     for tokenizer in (engine.tokenizer, None):
-        async with Client(engine.url, tokenizer=tokenizer, retries=SOON) as client:
+        async with speech.client(engine.url, tokenizer=tokenizer, retries=SOON) as client:
             sample = sample_of(**params)
             merge(sample, await client.generate(PROMPT, {**params, "max_new_tokens": at + border}))
             sample.status = Sample.Status.ABORTED
@@ -159,24 +166,28 @@ async def test_with_a_tokenizer_an_emoji_cut_in_pieces_is_whole_again(engine: Lo
     assert decoded.response == engine.tokenizer.decode(told.token_ids)
     assert "text_joined" not in decoded.metadata
     assert joined.response != decoded.response
-    assert joined.metadata["text_joined"] is True
+    assert joined.metadata.get("text_joined", False) is (speech.tokenizer is None), "one engine sends no text at all"
 
 
 @pytest.mark.parametrize("kind", ["whole", "new"])
-async def test_routed_experts_of_two_calls_are_one_array_whichever_kind_the_second_brings(kind: str) -> None:
+async def test_routed_experts_of_two_calls_are_one_array_whichever_kind_the_second_brings(
+    speech: Speech, kind: str
+) -> None:
     """verl-project/verl#6029: whole sequences were appended, and new parts took the place of what had been there."""
     shape = Experts(1, 1, 256, "uint8")
 
-    def rows(first: int, count: int) -> dict[str, Any]:
-        packed = base64.b64encode(bytes(range(first, first + count))).decode()
-        return {"routed_experts": packed, "routed_experts_dtype": "uint8"}
+    def rows(first: int, count: int) -> np.ndarray[Any, Any]:
+        return np.arange(first, first + count, dtype=np.uint8).reshape(count, 1, 1)
 
     start = 4 if kind == "new" else 0
     replies = [
-        stream(part([10, 11], finish="abort", **rows(0, 4)), DONE),
-        stream(part([12, 13, 14], prompt=5, finish="stop", **rows(start, 7 - start)), DONE),
+        stream(speech.part([10, 11], finish="abort", experts=rows(0, 4)), DONE),
+        stream(speech.part([12, 13, 14], prompt=5, finish="stop", experts=rows(start, 7 - start)), DONE),
     ]
-    async with Replay(answers(*replies)) as engine, Client(engine.url, experts=shape, retries=SOON) as client:
+    async with (
+        speech.replay(answers(*replies)) as engine,
+        speech.client(engine.url, experts=shape, retries=SOON) as client,
+    ):
         sample = sample_of()
         await completed(client, sample, resume_aborts=False)
         assert sample.rollout_routed_experts is not None
@@ -193,10 +204,22 @@ async def test_routed_experts_that_are_neither_whole_nor_what_is_missing_are_ref
     assert sample.tokens == PROMPT
 
 
-async def test_versions_are_told_over_the_whole_response() -> None:
-    first = cut(event([10], 1, weight_version="3"), event([10, 11], 2, weight_version="4"))
-    second = stream(part([12, 13], prompt=5, finish="stop", weight_version="4"), DONE)
-    async with Replay(answers(first, second)) as engine, Client(engine.url, retries=SOON) as client:
+async def test_versions_of_a_call_that_was_aborted_and_of_the_next_are_told_over_the_whole_response(
+    speech: Speech,
+) -> None:
+    first = stream(speech.part([10, 11], finish="abort", version="3"), DONE)
+    second = stream(speech.part([12], prompt=5, finish="stop", version="4"), DONE)
+    async with speech.replay(answers(first, second)) as engine, speech.client(engine.url, retries=SOON) as client:
+        sample = await completed(client, sample_of())
+    assert sample.version_spans == [("3", 0, 2), ("4", 2, 3)]
+    assert sample.weight_versions == ["3", "4"]
+
+
+@pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # which tells them with each event
+async def test_versions_are_told_over_the_whole_response(speech: Speech) -> None:
+    first = cut(speech.event([10], 1, version="3"), speech.event([10, 11], 2, version="4"))
+    second = stream(speech.part([12, 13], prompt=5, finish="stop", version="4"), DONE)
+    async with speech.replay(answers(first, second)) as engine, speech.client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of())
     assert sample.version_spans == [("3", 0, 1), ("4", 1, 4)]
     assert sample.weight_versions == ["4"]

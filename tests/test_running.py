@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from replay import DONE, END, HANG, LAST_CHUNK, PROMPT, RUNNING, WHOLE, Replay, Step, begun, chunk, event, head, until
-from streamfold import Client, Limits, Running, StreamTruncated
+from replay import (
+    ASKED,
+    DONE,
+    END,
+    HANG,
+    LAST_CHUNK,
+    PROMPT,
+    Step,
+    begun,
+    chunk,
+    head,
+    until,
+)
+from streamfold import Limits, Running, StreamTruncated
 from streamfold.limits import Slots
 from tries import BUSY, LATER, SOON, in_turn, rids
 
@@ -17,15 +29,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from replay import Request
+    from speaking import Speech
 
 BOTH_LOOPS = True
 
 
-async def test_a_call_is_seen_in_every_state_from_its_start_to_its_end() -> None:
+async def test_a_call_is_seen_in_every_state_from_its_start_to_its_end(speech: Speech) -> None:
     go_on, last = asyncio.Event(), asyncio.Event()
-    steps: list[Step] = [head(), go_on, chunk(event([1, 2], 2)), last, chunk(event([3], 3, "stop")), LAST_CHUNK, END]
-    async with Replay(steps) as server, Client(server.url, limits=Limits(calls=1)) as client:
-        first, second = client.start(PROMPT, {}), client.start(PROMPT, {})
+    steps: list[Step] = [
+        head(),
+        go_on,
+        chunk(speech.event([1, 2], 2)),
+        last,
+        chunk(speech.event([3], 3, "stop")),
+        LAST_CHUNK,
+        END,
+    ]
+    async with speech.replay(steps) as server, speech.client(server.url, limits=Limits(calls=1)) as client:
+        first, second = client.start(PROMPT, ASKED), client.start(PROMPT, ASKED)
         seen = client.running
         assert [running.rid for running in seen] == [first.rid, second.rid], "oldest first"
         assert {running.engine for running in seen} == {client.base_url}
@@ -62,14 +83,14 @@ async def test_a_call_is_seen_in_every_state_from_its_start_to_its_end() -> None
         assert ended == (first.age, first.rate, first.first_token, first.last_event), "they stand still"
 
 
-async def test_heartbeats_do_not_make_a_silent_engine_look_alive() -> None:
+async def test_heartbeats_do_not_make_a_silent_engine_look_alive(speech: Speech) -> None:
     def beats(_: Request) -> Iterator[Step]:
-        yield from RUNNING[:-1]
+        yield from speech.running[:-1]
         for _beat in range(100):
-            yield chunk(b": ping\n\n" + event([], 2))
+            yield chunk(b": ping\n\n" + speech.event([], 2))
             yield 0.005
 
-    async with Replay(beats) as server, Client(server.url) as client:
+    async with speech.replay(beats) as server, speech.client(server.url) as client:
         call = await begun(client)
         await asyncio.sleep(0.1)
         (running,) = client.running
@@ -78,12 +99,12 @@ async def test_heartbeats_do_not_make_a_silent_engine_look_alive() -> None:
         await call.abort()
 
 
-async def test_the_registry_follows_a_call_to_its_next_try() -> None:
-    async with Replay() as server, Client(server.url, retries=SOON) as client:
-        server.routes["/generate"] = in_turn(server, BUSY, BUSY, RUNNING)
-        old = client.start(PROMPT, {}, rid="mine-0001")
+async def test_the_registry_follows_a_call_to_its_next_try(speech: Speech) -> None:
+    async with speech.replay() as server, speech.client(server.url, retries=SOON) as client:
+        server.routes[speech.path] = in_turn(server, BUSY, BUSY, speech.running)
+        old = client.start(PROMPT, ASKED, rid="mine-0001")
         await until(lambda: len(server.generates) == 3)
-        server.routes["/generate"] = RUNNING
+        server.routes[speech.path] = speech.running
         young = await begun(client)
         assert [running.rid for running in client.running] == [old.rid, young.rid], "oldest first, by their starts"
         assert old.rid == rids(server)[2]
@@ -93,17 +114,17 @@ async def test_the_registry_follows_a_call_to_its_next_try() -> None:
         assert running.first_token is not None
         assert running.first_token < running.age, "it counts from the sending of the last try"
 
-        again = client.start(PROMPT, {}, rid="mine-0001")  # which no call goes by any more
+        again = client.start(PROMPT, ASKED, rid="mine-0001")  # which no call goes by any more
         with pytest.raises(ValueError, match="in use"):
-            client.start(PROMPT, {}, rid=old.rid)
+            client.start(PROMPT, ASKED, rid=old.rid)
         await client.abort_all()
         assert {old.rid, young.rid, again.rid} <= set(server.aborts) | {again.rid}
         assert client.running == []
 
 
-async def test_a_call_that_pauses_is_still_there_and_has_no_tokens() -> None:
-    async with Replay(BUSY) as server, Client(server.url, retries=LATER) as client:
-        call = client.start(PROMPT, {})
+async def test_a_call_that_pauses_is_still_there_and_has_no_tokens(speech: Speech) -> None:
+    async with speech.replay(BUSY) as server, speech.client(server.url, retries=LATER) as client:
+        call = client.start(PROMPT, ASKED)
         await until(lambda: server.generates and server.open == 0)
         await asyncio.sleep(0.02)
         (running,) = client.running
@@ -112,9 +133,12 @@ async def test_a_call_that_pauses_is_still_there_and_has_no_tokens() -> None:
         await call.abort()
 
 
-async def test_a_snapshot_can_be_taken_at_any_moment_and_sent_elsewhere() -> None:
-    async with Replay([0.01, *WHOLE]) as server, Client(server.url, limits=Limits(calls=8), retries=SOON) as client:
-        calls = [client.start(PROMPT, {}) for _ in range(40)]
+async def test_a_snapshot_can_be_taken_at_any_moment_and_sent_elsewhere(speech: Speech) -> None:
+    async with (
+        speech.replay([0.01, *speech.whole]) as server,
+        speech.client(server.url, limits=Limits(calls=8), retries=SOON) as client,
+    ):
+        calls = [client.start(PROMPT, ASKED) for _ in range(40)]
         while seen := client.running:
             assert all(type(running) is Running for running in seen)
             assert [running.rid for running in seen] == [call.rid for call in calls if not call.ended.done()]
@@ -123,26 +147,26 @@ async def test_a_snapshot_can_be_taken_at_any_moment_and_sent_elsewhere() -> Non
         assert all(call.ended.done() for call in calls)
 
 
-async def test_a_failed_call_leaves_the_registry_with_its_error() -> None:
-    cut: list[Step] = [head(), chunk(event([1], 1)), chunk(DONE), LAST_CHUNK, END]
-    async with Replay(cut) as server, Client(server.url) as client:
+async def test_a_failed_call_leaves_the_registry_with_its_error(speech: Speech) -> None:
+    cut: list[Step] = [head(), chunk(speech.event([1], 1)), chunk(DONE), LAST_CHUNK, END]
+    async with speech.replay(cut) as server, speech.client(server.url) as client:
         with pytest.raises(StreamTruncated):
-            await client.generate(PROMPT, {})
+            await client.generate(PROMPT, ASKED)
         assert client.running == []
 
 
 # The queue for a slot.
 
 
-async def test_those_that_leave_the_queue_for_a_slot_are_not_remembered() -> None:
-    async with Replay([HANG]) as server, Client(server.url, limits=Limits(calls=1)) as client:
-        client.start(PROMPT, {})
+async def test_those_that_leave_the_queue_for_a_slot_are_not_remembered(speech: Speech) -> None:
+    async with speech.replay([HANG]) as server, speech.client(server.url, limits=Limits(calls=1)) as client:
+        client.start(PROMPT, ASKED)
         assert client._session is not None
         slots = client._session.slots
         for _ in range(100):
-            await client.start(PROMPT, {}).abort()
+            await client.start(PROMPT, ASKED).abort()
         assert slots.waiting == 0
-        waiters = [asyncio.ensure_future(client.generate(PROMPT, {})) for _ in range(100)]
+        waiters = [asyncio.ensure_future(client.generate(PROMPT, ASKED)) for _ in range(100)]
         await asyncio.sleep(0)
         assert slots.waiting == 100
         for waiter in waiters:

@@ -13,35 +13,33 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from leftovers import settled
-from replay import END, HANG, PROMPT, RST, RUNNING, Replay, Step, Steps, answer_json, begun, head, until
+from replay import ASKED, END, HANG, PROMPT, RST, Replay, Step, Steps, answer_json, begun, head, until
+from speaking import SGLANG
 from streamfold import Client, EngineError, Limits
-from streamfold.loopback.server import Loopback
 from tries import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from speaking import Speech
+
 BOTH_LOOPS = True
 
-IDLE = answer_json({"loads": []})
 NO_ROUTER = answer_json({"detail": "Not Found"}, 404)
 
 
-def busy(count: int) -> list[Step]:
-    return answer_json({"loads": [{"num_running_reqs": count, "num_waiting_reqs": 0}]})
-
-
-def engine(*loads: Steps, abort: Steps | None = None) -> Replay:
+def engine(speech: Speech, *loads: int | Steps, abort: Steps | None = None) -> Replay:
     """An engine that tells these loads one after the other, the last one ever after."""
-    server = Replay(routes={} if abort is None else {"/abort_request": abort})
-    server.routes["/v1/loads"] = in_turn(server, *loads, path="/v1/loads")
+    server = speech.replay(routes={} if abort is None else {speech.abort_path: abort, speech.abort_all_path: abort})
+    told = [speech.load(load) if isinstance(load, int) else load for load in loads]
+    server.routes[speech.load_path] = in_turn(server, *told, path=speech.load_path)
     return server
 
 
-def sweeps(server: Replay) -> int:
-    """How often it was told to end all; nothing else may have been asked of it."""
-    bodies = [request.json for request in server.at("/abort_request")]
-    assert bodies == [{"abort_all": True}] * len(bodies)
+def sweeps(speech: Speech, server: Replay) -> int:
+    """How often it was told to end all; no single request may have been named to it."""
+    bodies = [request.json for request in server.at(speech.abort_all_path)]
+    assert bodies == [speech.abort_all_body] * len(bodies)
     return len(bodies)
 
 
@@ -59,9 +57,9 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 # One engine.
 
 
-async def test_everything_on_an_engine_is_ended_and_it_is_idle_afterwards() -> None:
-    with Loopback(token_rate=200, incremental=True, stop_probability=0, leave_delay=None) as box:
-        async with Client(box.url, limits=Limits(calls=8)) as client, Client(box.url) as other:
+async def test_everything_on_an_engine_is_ended_and_it_is_idle_afterwards(speech: Speech) -> None:
+    with speech.loopback(token_rate=200, incremental=True, stop_probability=0, leave_delay=None) as box:
+        async with speech.client(box.url, limits=Limits(calls=8)) as client, speech.client(box.url) as other:
             calls = [one.start(PROMPT, {"max_new_tokens": 20_000}) for one in (client, other) for _ in range(5)]
             await until(lambda: all(call.token_count for call in calls))
             assert await client.abort_engines() is True
@@ -72,16 +70,16 @@ async def test_everything_on_an_engine_is_ended_and_it_is_idle_afterwards() -> N
             assert (await client.generate(PROMPT, {"max_new_tokens": 3})).finish_reason == "length"
 
 
-async def test_an_engine_is_swept_again_until_what_slipped_in_is_gone_too() -> None:
-    async with engine(busy(3), busy(2), IDLE) as server, Client(server.url) as client:
+async def test_an_engine_is_swept_again_until_what_slipped_in_is_gone_too(speech: Speech) -> None:
+    async with engine(speech, 3, 2, 0) as server, speech.client(server.url) as client:
         assert await client.abort_engines() is True
-        assert sweeps(server) == len(server.at("/v1/loads")) == 4, "twice busy, and seen idle twice"
+        assert sweeps(speech, server) == len(server.at(speech.load_path)) == 4, "twice busy, and seen idle twice"
 
 
-async def test_an_engine_that_is_idle_for_a_moment_only_is_swept_again() -> None:
-    async with engine(IDLE, busy(1), IDLE) as server, Client(server.url) as client:
+async def test_an_engine_that_is_idle_for_a_moment_only_is_swept_again(speech: Speech) -> None:
+    async with engine(speech, 0, 1, 0) as server, speech.client(server.url) as client:
         assert await client.abort_engines() is True
-        assert sweeps(server) == 4
+        assert sweeps(speech, server) == 4
 
 
 @pytest.mark.parametrize(
@@ -100,58 +98,60 @@ async def test_an_engine_that_is_idle_for_a_moment_only_is_swept_again() -> None
     ],
 )
 async def test_a_load_is_understood_in_each_of_its_shapes(load: Any, nothing: Any) -> None:
-    async with engine(answer_json(load), answer_json(nothing)) as server, Client(server.url) as client:
+    async with engine(SGLANG, answer_json(load), answer_json(nothing)) as server, SGLANG.client(server.url) as client:
         assert await client.abort_engines() is True
-        assert sweeps(server) == 3, "busy once, and seen idle twice"
+        assert sweeps(SGLANG, server) == 3, "busy once, and seen idle twice"
 
 
 async def test_an_engine_that_never_gets_idle_is_given_up_when_the_time_is_over(
+    speech: Speech,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with engine(busy(1)) as server, Client(server.url) as client:
+    async with engine(speech, 1) as server, speech.client(server.url) as client:
         assert await asyncio.wait_for(client.abort_engines(0.2), 5) is False
-        assert sweeps(server) > 1
+        assert sweeps(speech, server) > 1
         assert warnings(caplog, server) == 1
-        told = sweeps(server)
+        told = sweeps(speech, server)
         await asyncio.sleep(0.1)
-        assert sweeps(server) == told, "it is over"
+        assert sweeps(speech, server) == told, "it is over"
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["hanging", "behind one that hangs"])
 async def test_when_the_time_is_over_no_abort_of_all_is_left_that_could_end_what_is_started_next(
-    queued: bool, monkeypatch: pytest.MonkeyPatch
+    speech: Speech, queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.abort._SECONDS", 1.6)
     monkeypatch.setattr("streamfold.abort._AT_ONCE", 1)
-    async with engine(IDLE, abort=[HANG]) as server, Client(server.url) as client:
+    async with engine(speech, 0, abort=[HANG]) as server, speech.client(server.url) as client:
         if queued:
-            server.routes["/generate"] = RUNNING
+            server.routes[speech.path] = speech.running
             await (await begun(client)).abort()
-        before = len(server.at("/abort_request"))
+        before = len(server.at(speech.abort_all_path))
         assert await asyncio.wait_for(client.abort_engines(0.2), 2) is False
-        late = server.at("/abort_request")[before:]
+        late = server.at(speech.abort_all_path)[before:]
         assert len(late) == (0 if queued else 1)
         for request in late:
             await asyncio.wait_for(request.peer_closed.wait(), 1)
         await asyncio.sleep(0.05)
-        assert len(server.at("/abort_request")) == before + len(late)
+        assert len(server.at(speech.abort_all_path)) == before + len(late)
 
 
 # What goes wrong.
 
 
 async def test_a_dead_and_a_deaf_worker_are_logged_once_and_do_not_keep_the_others_from_being_emptied(
+    speech: Speech,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with Replay() as dead:
+    async with speech.replay() as dead:
         pass
-    async with engine(busy(2), IDLE) as alive, engine(abort=[HANG]) as deaf:
+    async with engine(speech, 2, 0) as alive, engine(speech, abort=[HANG]) as deaf:
         workers = answer_json({"workers": [{"url": server.url} for server in (dead, deaf, alive)]})
-        async with Replay(routes={"/workers": workers}) as router, Client(router.url) as client:
+        async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
             assert await asyncio.wait_for(client.abort_engines(), 10) is True, "all that answer are idle"
-            assert sweeps(alive) == 3
+            assert sweeps(speech, alive) == 3
             assert [warnings(caplog, server) for server in (dead, deaf, alive)] == [1, 1, 0]
-            assert router.at("/abort_request") == []
+            assert router.at(speech.abort_all_path) == []
 
 
 @pytest.mark.parametrize(
@@ -164,28 +164,30 @@ async def test_a_dead_and_a_deaf_worker_are_logged_once_and_do_not_keep_the_othe
         (answer_json({"detail": "starting"}, 503), None),
         ([HANG], None),
         ([RST], None),
-        (IDLE, answer_json({"error": "Unauthorized"}, 401)),
-        (IDLE, answer_json({"error": "broke"}, 500)),
+        (0, answer_json({"error": "Unauthorized"}, 401)),
+        (0, answer_json({"error": "broke"}, 500)),
     ],
     ids=["404", "no load", "no counts", "html", "503", "silent", "reset", "abort refused", "abort fails"],
 )
 async def test_a_worker_that_answers_and_may_not_be_idle_is_logged_once_and_counts_as_busy(
-    load: Steps, abort: Sequence[Step] | None, caplog: pytest.LogCaptureFixture
+    speech: Speech, load: int | Steps, abort: Sequence[Step] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with engine(load, abort=abort) as odd, engine(busy(1), IDLE) as alive:
+    async with engine(speech, load, abort=abort) as odd, engine(speech, 1, 0) as alive:
         workers = answer_json({"workers": [{"url": server.url} for server in (odd, alive)]})
-        async with Replay(routes={"/workers": workers}) as router, Client(router.url) as client:
+        async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
             assert await asyncio.wait_for(client.abort_engines(), 10) is False
-            assert sweeps(alive) == 3
-            assert 1 <= sweeps(odd) <= 2, "it is not asked for ever"
+            assert sweeps(speech, alive) == 3
+            assert 1 <= sweeps(speech, odd) <= 2, "it is not asked for ever"
             assert [warnings(caplog, server) for server in (odd, alive)] == [1, 0]
 
 
 @pytest.mark.parametrize("fault", [[RST], answer_json({"detail": "busy"}, 503)], ids=["reset", "503"])
-async def test_a_worker_that_fails_for_a_moment_is_not_given_up(fault: Steps, caplog: pytest.LogCaptureFixture) -> None:
-    async with engine(fault, busy(1), fault, IDLE) as server, Client(server.url) as client:
+async def test_a_worker_that_fails_for_a_moment_is_not_given_up(
+    speech: Speech, fault: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine(speech, fault, 1, fault, 0) as server, speech.client(server.url) as client:
         assert await client.abort_engines() is True
-        assert sweeps(server) == 5
+        assert sweeps(speech, server) == 5
         assert warnings(caplog, server) == 0
 
 
@@ -194,43 +196,45 @@ async def test_a_worker_that_fails_for_a_moment_is_not_given_up(fault: Steps, ca
     [answer_json({"workers": []}), NO_ROUTER, answer_json({"detail": "busy"}, 503), [RST]],
     ids=["empty", "none", "busy", "reset"],
 )
-async def test_without_a_list_of_workers_the_base_url_is_the_engine(workers: Steps) -> None:
-    async with engine(busy(1), IDLE) as server, Client(server.url) as client:
+async def test_without_a_list_of_workers_the_base_url_is_the_engine(speech: Speech, workers: Steps) -> None:
+    async with engine(speech, 1, 0) as server, speech.client(server.url) as client:
         server.routes["/workers"] = workers
         assert await client.abort_engines() is True
-        assert sweeps(server) == 3
+        assert sweeps(speech, server) == 3
 
 
-async def test_an_engine_that_is_gone_altogether_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with Replay() as dead:
+async def test_an_engine_that_is_gone_altogether_raises_nothing(
+    speech: Speech, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with speech.replay() as dead:
         pass
-    async with Client(dead.url) as client:
+    async with speech.client(dead.url) as client:
         assert await client.abort_engines() is True, "nothing that answers is busy"
         with pytest.raises(EngineError):
             await client.load()
     assert warnings(caplog, dead) == 1
 
 
-async def test_workers_that_have_joined_since_are_found() -> None:
-    async with engine(IDLE) as one, engine(IDLE) as two:
+async def test_workers_that_have_joined_since_are_found(speech: Speech) -> None:
+    async with engine(speech, 0) as one, engine(speech, 0) as two:
         workers = [answer_json({"workers": [{"url": server.url} for server in found]}) for found in ([one], [one, two])]
-        async with Replay() as router, Client(router.url) as client:
+        async with speech.replay() as router, speech.client(router.url) as client:
             router.routes["/workers"] = in_turn(router, *workers, path="/workers")
             for _ in range(2):
                 assert await client.abort_engines() is True
-            assert (sweeps(one), sweeps(two)) == (4, 2)
+            assert (sweeps(speech, one), sweeps(speech, two)) == (4, 2)
 
 
 # Ends.
 
 
 @pytest.mark.parametrize("how", ["cancel", "aclose"])
-async def test_a_server_abort_that_is_broken_off_leaves_nothing(how: str) -> None:
+async def test_a_server_abort_that_is_broken_off_leaves_nothing(speech: Speech, how: str) -> None:
     tasks, _ = await settled()
-    async with engine(busy(1)) as server:
-        async with Client(server.url) as client:
+    async with engine(speech, 1) as server:
+        async with speech.client(server.url) as client:
             aborting = asyncio.ensure_future(client.abort_engines())
-            await until(lambda: len(server.at("/v1/loads")) > 1)
+            await until(lambda: len(server.at(speech.load_path)) > 1)
             if how == "cancel":
                 aborting.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -238,9 +242,9 @@ async def test_a_server_abort_that_is_broken_off_leaves_nothing(how: str) -> Non
             else:
                 await asyncio.wait_for(client.aclose(), 5)
                 assert await asyncio.wait_for(aborting, 5) is False
-            told = sweeps(server)
+            told = sweeps(speech, server)
             await asyncio.sleep(0.1)
-            assert sweeps(server) == told, "it goes on"
+            assert sweeps(speech, server) == told, "it goes on"
         await until(lambda: server.open == 0)
     await until(lambda: asyncio.all_tasks() == tasks)
 
@@ -252,14 +256,14 @@ async def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
             await client.abort_engines(seconds)
 
 
-async def test_calls_of_ours_that_are_not_on_an_engine_go_on() -> None:
-    async with engine(IDLE) as server, Client(server.url, limits=Limits(calls=1)) as client:
-        server.routes["/generate"] = [HANG]
-        first, second = client.start(PROMPT, {}), client.start(PROMPT, {})
+async def test_calls_of_ours_that_are_not_on_an_engine_go_on(speech: Speech) -> None:
+    async with engine(speech, 0) as server, speech.client(server.url, limits=Limits(calls=1)) as client:
+        server.routes[speech.path] = [HANG]
+        first, second = client.start(PROMPT, ASKED), client.start(PROMPT, ASKED)
         await until(lambda: server.generates)
         assert await client.abort_engines() is True
         assert [running.rid for running in client.running] == [first.rid, second.rid]
         assert not first.aborting
         assert not second.aborting
-        server.routes["/abort_request"] = answer_json(None)
+        server.routes[speech.abort_path] = answer_json(None)
         await client.abort_all()

@@ -68,7 +68,7 @@ class Control:
         self._search_again = 0.0
         self._known = [base]
         self._reported: set[str] = set()
-        self._without: set[str] = set()  # workers that cannot be told to end one request
+        self._missing: set[tuple[str, str]] = set()  # paths that a worker does not have
         self._closed = False
 
     def tell(self, rid: str, *, ended: asyncio.Future[None], begun: bool) -> asyncio.Task[None]:
@@ -106,13 +106,13 @@ class Control:
             await asyncio.wait(sweeps)  # an abort of all that came late would end what is started next
         return all(sweep.result() for sweep in sweeps)
 
-    async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Send one small request to the base URL and give the reply's body.
+    async def ask(self, method: str, base: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Send one small request to the server at that base URL and give the reply's body.
 
         Raises:
             EngineError: no reply in time, or one with a status of 300 or more.
         """
-        return await asyncio.shield(self._keep(self._ask(method, self._base, path, body)))
+        return await asyncio.shield(self._keep(self._ask(method, base, path, body)))
 
     async def workers(self, *, anew: bool = False) -> list[str]:
         """Base URLs of the engines: what a router lists, otherwise the base URL itself. Asked now and then."""
@@ -142,14 +142,17 @@ class Control:
         await asyncio.gather(*[self._end_at(worker, rid) for worker in await self.workers()])
 
     async def _end_at(self, worker: str, rid: str) -> None:
-        if worker in self._without:
+        posts = [post for post in self.engine.aborts(rid) if (worker, post[0]) not in self._missing]
+        if not posts:
             return
         try:
-            await self._post(worker, self.engine.aborts(rid))
+            await self._post(worker, posts)
         except _NotThere as error:
-            self._without.add(worker)
-            level = logging.INFO if self.engine.closing_ends else logging.WARNING
-            log.log(level, "%s has no way to end a request but by closing its stream: %s", worker, error)
+            last = (worker, posts[-1][0])
+            if last not in self._missing:  # others may have asked at the same time
+                self._missing.add(last)
+                level = logging.INFO if self.engine.closing_ends else logging.WARNING
+                log.log(level, "%s has no way to end a request but by closing its stream: %s", worker, error)
         except EngineError as error:
             if worker not in self._reported:  # one word for a dead worker, not one for each of a thousand aborts
                 self._reported.add(worker)
@@ -199,8 +202,11 @@ class Control:
         """Send the first of some requests that the worker has."""
         *others, last = posts
         for path, body in others:
-            with contextlib.suppress(_NotThere):
+            try:
                 await self._ask("POST", worker, path, body, stop)
+            except _NotThere:  # noqa: PERF203  # there are two at most
+                self._missing.add((worker, path))
+            else:
                 return
         await self._ask("POST", worker, *last, stop)
 

@@ -362,10 +362,10 @@ class Client:
         """Ask the server what it is, as for ``engine="auto"``; :attr:`engine` from now on.
 
         Raises:
-            EngineError: it cannot be reached, or is none of those that are known.
+            EngineError: it cannot be reached, does not let us in, or is none of those that are known.
         """
         control = self._bound().control
-        self._engine = control.engine = await discover(control.ask)
+        self._engine = control.engine = await discover(control.ask, self._base, control.workers)
         return self._engine.name
 
     @property

@@ -15,7 +15,7 @@ from streamfold.errors import EngineError
 from streamfold.replies import quote
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -373,28 +373,44 @@ ENGINES: Final[dict[str, type[Engine]]] = {kind.name: kind for kind in (Sglang, 
 _STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
-async def discover(ask: Callable[[str, str, dict[str, Any] | None], Awaitable[bytes]]) -> Engine:
-    """Find out what a server is. ``ask`` takes method, path and body, and gives the reply's body.
+async def discover(
+    ask: Callable[[str, str, str, dict[str, Any] | None], Awaitable[bytes]],
+    base: str,
+    workers: Callable[[], Awaitable[Sequence[str]]],
+) -> Engine:
+    """Find out what a server is, or what the engines behind it are if it is a router that does not tell.
+
+    Args:
+        ask: takes method, base URL, path and body, and gives the reply's body.
+        base: of the server.
+        workers: gives the base URLs of the engines behind it, or its own.
 
     Raises:
-        EngineError: it cannot be reached, or is none of those that are known.
+        EngineError: it cannot be reached, does not let us in, or is none of those that are known.
     """
 
-    async def status(method: str, path: str, body: dict[str, Any] | None = None) -> int:
+    async def status(method: str, base: str, path: str, body: dict[str, Any] | None = None) -> int:
         try:
-            await ask(method, path, body)
+            await ask(method, base, path, body)
         except EngineError as error:
-            if error.status is None:
+            if error.status in (None, 401):
                 raise
             return error.status
         return 200
 
-    if await status("GET", "/model_info") == 200 or await status("GET", "/get_model_info") == 200:
-        return Sglang()
-    if await status("GET", "/version") == 200 or await status("GET", "/v1/models") == 200:
-        # A request without anything is refused with another status where the endpoint is there.
-        is_there = await status("POST", Vllm.path, {}) in (400, 422)
-        return Vllm() if is_there else VllmCompletions()
+    async def first_of(bases: Iterable[str]) -> Engine | None:
+        for one in bases:
+            if await status("GET", one, "/model_info") == 200 or await status("GET", one, "/get_model_info") == 200:
+                return Sglang()
+            if await status("GET", one, "/version") == 200 or await status("GET", one, "/v1/models") == 200:
+                # A request without anything is refused with another status where the endpoint is there.
+                is_there = await status("POST", base, Vllm.path, {}) in (400, 422)
+                return Vllm() if is_there else VllmCompletions()
+        return None
+
+    found = await first_of([base]) or await first_of(worker for worker in await workers() if worker != base)
+    if found is not None:
+        return found
     raise EngineError("the server is neither SGLang nor vLLM, as far as it tells: name the engine")
 
 
