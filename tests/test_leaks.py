@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import random
 import ssl
 from pathlib import Path
@@ -19,6 +18,7 @@ import httpx
 import pytest
 
 from conftest import LOOPS
+from leftovers import open_files, settled
 from replay import DONE, HANG, PROMPT, Replay, Step, chunk, events, head, stream, until
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
 from streamfold.connection import Connection
@@ -39,10 +39,6 @@ def engine() -> Iterator[Loopback]:
     """An engine that generates for a minute unless it is told to stop: it never notices that a client has left."""
     with Loopback(token_rate=500, prefill_delay=0.01, incremental=True, stop_probability=0, leave_delay=None) as box:
         yield box
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # a Path would open one more
 
 
 async def disturb(client: Client, dice: random.Random, asked: dict[str, Any]) -> None:
@@ -93,13 +89,6 @@ async def storm(client: Client, count: int, seed: int, asked: dict[str, Any]) ->
             await disturb(client, dice, asked)
 
     await asyncio.gather(*[one() for _ in range(count)])
-
-
-async def settled() -> tuple[set[asyncio.Task[Any]], int]:
-    """The tasks and the number of descriptors once a first call's have gone (uvloop keeps one of its own)."""
-    await asyncio.sleep(0.1)
-    gc.collect()
-    return asyncio.all_tasks(), open_files()
 
 
 async def leaves_nothing(client: Client, count: int, seed: int, asked: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from descriptors import room_for
 from loopback_http import LIMIT, PLAIN, opened, payload, post, undisturbed
 from loopback_http import until as until_true
 from replay import DONE, PROMPT, until
@@ -167,7 +168,12 @@ async def test_an_abort_of_the_client_finds_the_worker_behind_the_router() -> No
 
 async def test_512_streams_at_once_all_come_whole() -> None:
     options: dict[str, Any] = {"incremental": True, "max_running_requests": 256}
-    with Loopback(**options) as one, Loopback(**options) as two, Router([one, two], "least_load") as router:
+    with (
+        room_for(4 * 512),  # both ends of each, before the router and behind it
+        Loopback(**options) as one,
+        Loopback(**options) as two,
+        Router([one, two], "least_load") as router,
+    ):
         for engine in (one, two):
             post(engine, "pause_generation", {"mode": "retract"})
         params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}

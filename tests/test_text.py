@@ -75,6 +75,11 @@ def test_the_first_word_of_a_response_keeps_the_space_that_its_context_gives_it(
     assert whole_text(sample, Sentencepiece(), {}, known=0, last=None, matched=None) == " w2 w3"
 
 
+def test_a_response_whose_first_part_was_decoded_alone_is_decoded_alone() -> None:
+    sample = Sample(tokens=[1, 2, 3], response="w2 w3", response_length=2)
+    assert whole_text(sample, Sentencepiece(), {}, known=2, last=None, matched=None) == "w2 w3"
+
+
 @given(st.text(max_size=40), st.data())
 def test_any_text_cut_anywhere_is_decoded_whole(text: str, data: st.DataObject) -> None:
     ids = list(text.encode(errors="replace"))

@@ -101,6 +101,7 @@ class _Status(Fault):
 
     async def begin(self) -> bool:
         self.happened()
+        self._leave_streams_out()
         body = self.body
         if body is None:
             body = self.answer.engine.config.dialect.http_error("The engine was told to fail.", self.status)
@@ -115,6 +116,15 @@ class _Status(Fault):
             await self.event(data)
         await self.end()
         return False
+
+    def _leave_streams_out(self) -> None:
+        """Keep the faults of streams away from what is none."""
+        fault: Fault = self
+        while isinstance(fault.then, Fault):
+            if fault.then.needs in {"stream", "cumulative"}:
+                fault.then = fault.then.then
+            else:
+                fault = fault.then
 
 
 @dataclass(kw_only=True)

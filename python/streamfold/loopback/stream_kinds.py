@@ -22,10 +22,13 @@ _DATA = b"data: "
 
 
 def _frame(event: bytes) -> dict[str, Any]:
-    """Read an event; what holds no tokens is an empty object."""
+    """Read an event; what holds no tokens is an empty object, and so is what is split or glued already."""
     if event == DONE or not event.startswith(_DATA):
         return {}
-    frame: dict[str, Any] = orjson.loads(event.removeprefix(_DATA))
+    try:
+        frame: dict[str, Any] = orjson.loads(event.removeprefix(_DATA))
+    except orjson.JSONDecodeError:
+        return {}
     return frame
 
 

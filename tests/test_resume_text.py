@@ -1,0 +1,98 @@
+"""The text of a response that came in parts, and its end: as one undisturbed call of the engine tells them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from completing import SOON, answers, completed, cut, sample_of
+from replay import DONE, PROMPT, Replay, event, stream
+from streamfold import Client
+from streamfold.loopback import Loopback
+from streamfold.sample import Sample, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OPEN = [300, 0xF0, 0x9F]  # a prompt that ends in the middle of a character
+
+
+async def in_two_calls(engine: Loopback, prompt: Sequence[int], border: int, params: dict[str, Any]) -> Sample:
+    """A sample whose first call ended at a border."""
+    async with Client(engine.url, tokenizer=engine.tokenizer, retries=SOON) as client:
+        sample = sample_of(prompt, **params)
+        merge(sample, await client.generate(prompt, {**params, "max_new_tokens": border}))
+        sample.status = Sample.Status.ABORTED
+        return await completed(client, sample)
+
+
+@pytest.mark.parametrize("border", range(1, 6))
+async def test_a_character_that_the_prompt_leaves_open_is_in_no_text_wherever_the_response_was_cut(border: int) -> None:
+    """vllm-project/vllm#48853. An engine counts it for a character of the prompt, from its first byte on."""
+    params: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1, "ignore_eos": True}
+    with Loopback() as engine:
+        for seed in range(4):
+            asked = {**params, "sampling_seed": seed}
+            told = engine.undisturbed(OPEN, asked)
+            sample = await in_two_calls(engine, OPEN, border, asked)
+            assert sample.tokens == [*OPEN, *told.token_ids]
+            assert sample.response == "".join(told.pieces or [])
+            assert "text_joined" not in sample.metadata
+
+
+@pytest.mark.parametrize("last", ["b", ""])
+async def test_without_a_tokenizer_a_text_of_parts_is_said_to_be_joined_though_the_last_part_is_empty(
+    last: str,
+) -> None:
+    """What the part before it held back is lost all the same."""
+    first = event([20], 1)
+    second = event([21], 1, "stop", prompt_tokens=4).replace(b'"text": "v"', b'"text": "%b"' % last.encode())
+    async with (
+        Replay(answers(cut(first), stream(second, DONE))) as server,
+        Client(server.url, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of())
+    assert (sample.response, sample.metadata["text_joined"]) == ("u" + last, True)
+
+
+@pytest.mark.parametrize("cut_at", [None, 2])
+@pytest.mark.parametrize("trims", [True, False])
+async def test_an_engine_without_text_shows_no_stop_token_that_one_with_text_would_not_show(
+    trims: bool, cut_at: int | None
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 400, "temperature": 0, "skip_special_tokens": False}
+    if not trims:
+        params["no_stop_trim"] = True
+    with (
+        Loopback(stop_probability=1 / 20, skip_tokenizer_init=True) as engine,
+        Loopback(stop_probability=1 / 20) as with_text,
+    ):
+        told = with_text.undisturbed(PROMPT, params)
+        assert told.finish == {"type": "stop", "matched": engine.tokenizer.eos_token_id}
+        async with Client(engine.url, tokenizer=engine.tokenizer) as client:
+            sample = sample_of(**params)
+            if cut_at is not None:
+                first = await client.generate(PROMPT, {**params, "max_new_tokens": cut_at})
+                merge(sample, first, text=engine.tokenizer.decode(first.token_ids.tolist()))
+                sample.status = Sample.Status.ABORTED
+            await completed(client, sample)
+    assert sample.tokens == [*PROMPT, *told.token_ids]
+    assert sample.response == "".join(told.pieces or [])
+    assert sample.response.endswith("<|im_end|>") is not trims
+
+
+async def test_a_token_that_ended_one_sample_by_its_own_wish_does_not_end_another() -> None:
+    """Those that samples share are the model's own."""
+    wished = stream(event([10, 9], 2, {"type": "stop", "matched": 9}), DONE)
+    rest = stream(event([11], 1, "length", prompt_tokens=5), DONE)
+    async with (
+        Replay(answers(wished, cut(event([10, 9], 2)), rest)) as server,
+        Client(server.url, retries=SOON) as client,
+    ):
+        shared: set[int] = set()
+        first = await completed(client, sample_of(stop_token_ids=[9]), stop_ids=shared)
+        second = await completed(client, sample_of(), stop_ids=shared)
+    assert first.tokens == [*PROMPT, 10, 9]
+    assert second.tokens == [*PROMPT, 10, 9, 11]
+    assert shared == set()
