@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from disturbing import Site, Wire, at, departures, nothing_is_left
+from replay import until
 from streamfold import Client, Limits
 
 if TYPE_CHECKING:
@@ -52,9 +53,11 @@ async def test_calls_that_are_aborted_at_any_moment_keep_a_true_beginning_and_ev
     with at(wire, faults=False) as site:
         wanted = beginnings(site)
 
-        async def one(client: Client, places: asyncio.Semaphore, seed: int) -> None:
+        async def one(client: Client, places: asyncio.Semaphore, seed: int, *, waits: bool) -> None:
             async with places:
                 call = client.start([300, seed], params(seed))
+                if waits:  # however slow the machine is, some have got somewhere
+                    await until(lambda: call.token_count)
                 await asyncio.sleep(dice.uniform(0, 0.03))
                 generation = await call.abort()
             n = len(generation.token_ids)
@@ -65,8 +68,8 @@ async def test_calls_that_are_aborted_at_any_moment_keep_a_true_beginning_and_ev
 
         async with Client(site.url, limits=Limits(calls=SLOTS)) as client, nothing_is_left(site, client):
             places = asyncio.Semaphore(SLOTS + 4)  # so that some wait for a slot
-            await asyncio.gather(*[one(client, places, i % SEEDS) for i in range(count)])
-        assert sum(n > 0 for n in kept) > count // 20, "nothing had come yet: this tests too little"
+            await asyncio.gather(*[one(client, places, i % SEEDS, waits=i % 4 == 0) for i in range(count)])
+        assert sum(n > 0 for n in kept) >= count // 4
         assert set(site.asked()) == set(left), "no more and no less than has left"
         for engine in site.engines:
             assert set(engine.stats().aborts) == set(left)

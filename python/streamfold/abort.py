@@ -68,6 +68,7 @@ class Control:
         self._search_again = 0.0
         self._known = [base]
         self._reported: set[str] = set()
+        self._gave_up: set[str] = set()
         self._missing: set[tuple[str, str]] = set()  # paths that a worker does not have
         self._closed = False
 
@@ -173,7 +174,9 @@ class Control:
             except EngineError as error:
                 failures, idle = failures + 1, 0
                 if (failures >= _FAILURES or not error.retryable) and not stop.done():
-                    log.warning("gave up the abort of all requests at %s, some may run on: %s", worker, error)
+                    if worker not in self._gave_up:  # a rollout's end asks over and over
+                        self._gave_up.add(worker)
+                        log.warning("gave up the abort of all requests at %s, some may run on: %s", worker, error)
                     return not answers and error.status is None
             else:
                 failures, idle = 0, 0 if load else idle + 1

@@ -231,7 +231,8 @@ def rollout(
     }
     try:
         decoder, encode, ends = tokenizer_option(tokenizer)
-        params = {"max_new_tokens": 1024, **params_option(sampling_params)}
+        given = params_option(sampling_params)
+        params = {**({} if "max_tokens" in given else {"max_new_tokens": 1024}), **given}
         params |= {name: value for name, value in options.items() if value is not None}
         plan = Plan(prompts, params, n=n_samples_per_prompt, seed=seed, encode=encode)
         shape = experts_option(experts)

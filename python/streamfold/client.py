@@ -145,6 +145,7 @@ class Client:
         self._clamped: Literal["raise", "keep"] = clamped
         self._transport = transport
         self._retry_log = RetryLog()
+        self._resting: set[asyncio.Future[None]] = set()
         self._session: _Session | None = None
 
     @property
@@ -321,8 +322,10 @@ class Client:
     async def abort_all(self) -> None:
         """Abort every call that has not ended, as :meth:`Call.abort` does, and wait until all have.
 
-        Drains that are under way are left alone. Other clients of the same engine are not affected.
+        Drains that are under way are left alone. Other clients of the same engine are not affected. Samples that are
+        being completed and wait for their next call are not asked for again.
         """
+        self._wake()
         calls = list(self._bound().calls.values())
         for call in calls:
             if not call.aborting:
@@ -391,6 +394,7 @@ class Client:
         Ends when nothing is left: at the latest after the connect time-out, if an engine that takes no connection
         is being waited for.
         """
+        self._wake()
         session = self._session
         if session is None:
             return
@@ -417,6 +421,25 @@ class Client:
         merged.update(headers)
         merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
         return merged
+
+    def canonical(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+        """Give sampling parameters under the names that are used here, whichever the engine has for them."""
+        return self._known_engine().canonical(sampling_params)
+
+    async def rest(self, seconds: float) -> bool:
+        """Wait between two calls for a sample. False if all calls have been aborted, or the client closed."""
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._resting.add(woken)
+        try:
+            await asyncio.wait({woken}, timeout=seconds)
+        finally:
+            self._resting.discard(woken)
+        return not woken.done()
+
+    def _wake(self) -> None:
+        for woken in self._resting:
+            if not woken.done() and not woken.get_loop().is_closed():
+                woken.set_result(None)
 
     def _known_engine(self) -> Engine:
         if self._engine is None:

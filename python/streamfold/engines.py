@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -41,6 +42,7 @@ class Engine(ABC):
         rid_key: under which the request id stands in the request's JSON object.
         loads: paths that tell the load; the next one is asked where one is not there.
         closing_ends: whether a request ends at once, in every release, when its stream is closed.
+        aliases: its own names of sampling parameters that are known here under others.
     """
 
     name: ClassVar[str]
@@ -49,7 +51,26 @@ class Engine(ABC):
     rid_key: ClassVar[str]
     loads: ClassVar[tuple[str, ...]]
     closing_ends: ClassVar[bool] = False
+    aliases: ClassVar[Mapping[str, str]] = {}
     workers_path: Final = "/workers"
+
+    def canonical(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+        """Give sampling parameters under the names that are used here, their counts as plain integers.
+
+        Raises:
+            ValueError: one is given under two names.
+        """
+        named: dict[str, Any] = {}
+        for name, value in sampling_params.items():
+            known = self.aliases.get(name, name)
+            if known in named:
+                raise ValueError(f"{known} is given under two names")
+            named[known] = value
+        for name in ("max_new_tokens", "min_new_tokens"):
+            with contextlib.suppress(TypeError):  # whatever else it is, the engine has a word for it
+                if named.get(name) is not None:
+                    named[name] = operator.index(named[name])
+        return named
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
         """How many tokens may come at most; None if it is left to the engine.
@@ -227,14 +248,13 @@ class Vllm(Engine):
         "sampling_seed": "seed",
         "no_stop_trim": "include_stop_str_in_output",
     }
+    aliases: ClassVar[Mapping[str, str]] = {theirs: ours for ours, theirs in _RENAMED.items()}
     # vLLM passes over what it does not know without a word.
     _UNKNOWN: Final = ("ebnf", "json_schema", "regex", "structural_tag")
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
         """Demand a budget: without one some releases stop at 16 tokens, others at the end of their context."""
-        if "max_tokens" in sampling_params:
-            sampling_params = {"max_new_tokens": sampling_params["max_tokens"], **sampling_params}
-        budget = super().budget(sampling_params)
+        budget = super().budget(self.canonical(sampling_params))
         if budget is None:
             raise ValueError("max_new_tokens must be given: vLLM's own default is 16 in some releases")
         return budget
@@ -268,12 +288,10 @@ class Vllm(Engine):
     def _params(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
         """Give the parameters under vLLM's names. Null is no value there."""
         params: dict[str, Any] = {}
-        for name, value in _finite(sampling_params).items():
+        for name, value in self.canonical(_finite(sampling_params)).items():
             if name in self._UNKNOWN:
                 raise ValueError(f"vLLM has no sampling parameter {name}, and would not say so: see structured_outputs")
             known = self._RENAMED.get(name, name)
-            if known in params:
-                raise ValueError(f"{known} is given under two names")
             every = known == "top_k" and not (value == -1 or 0 < (value or 0) < _ALL_TOKENS)
             if value is not None and known != "custom_params" and not every:
                 params[known] = value

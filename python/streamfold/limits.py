@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Deadline", "Limits", "Retries", "Slots", "Timeouts"]
 
+_LONGEST_ASKED = 600.0  # seconds of a Retry-After
 _LATE = 0.02  # a deadline looks again after so many seconds: a busy event loop is not a silent engine
 
 
@@ -95,10 +96,13 @@ class Retries:
             raise ValueError(f"jitter must be a share, 0 to 1, not {self.jitter!r}")
 
     def pause(self, failures: int, retry_after: float | None = None) -> float:
-        """Seconds to wait after so many failures; at least ``retry_after``, if the engine has asked for that."""
+        """Seconds to wait after so many failures; at least ``retry_after``, if the engine has asked for that.
+
+        An engine that asks for more than ten minutes is asked after ten: one wrong clock must not park a rollout.
+        """
         chance = self.jitter * random.random()  # noqa: S311  # it only keeps clients apart
         usual = min(self.longest, self.first * 2.0 ** min(failures - 1, 64)) * (1 - chance)
-        return usual if retry_after is None else max(usual, retry_after * (1 + chance))
+        return usual if retry_after is None else max(usual, min(retry_after, _LONGEST_ASKED) * (1 + chance))
 
 
 class Deadline:

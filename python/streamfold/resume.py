@@ -98,7 +98,7 @@ async def complete(
     work = _Completion(
         client=client,
         sample=sample,
-        params=dict(sampling_params),
+        params=client.canonical(sampling_params),
         args=args,
         logprobs=logprobs,
         tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
@@ -117,6 +117,10 @@ async def complete(
         if work.settle():
             return sample
         generation, error, cut_here = await work.ask()
+        if aborted is not None and aborted():
+            cut_here = True
+            if isinstance(error, StreamTruncated):  # vLLM up to 0.31 ends so what was aborted
+                error = None
         if error is None and generation.finish_reason == "abort" and resume_aborts and not cut_here:
             message = "the engine aborted it, and nobody here had asked for that"
             error = EngineError(message, retryable=True, partial=generation)
@@ -124,7 +128,7 @@ async def complete(
             error is not None
             and resume != "raise"
             and tries_left > 0
-            and "max_new_tokens" in sampling_params
+            and "max_new_tokens" in work.params
             and _worth_another_try(error, generation)
         )
         # An event that was lost may show only in the count that comes after the end: then nothing of it is certain.
@@ -135,12 +139,13 @@ async def complete(
             again = False
         if error is None or work.settle():
             return sample
-        if not again or (aborted is not None and aborted()):
+        if not again:
             raise error
-        note(sample, resumed=1)
-        failures = 1 if len(generation.token_ids) else failures + 1
         _LOGGER.info("sample %s goes on from token %s after: %s", sample.index, sample.response_length, error)
-        await _pause(client.retries.pause(failures), aborted)
+        failures = 1 if len(generation.token_ids) else failures + 1
+        if cut_here or not await _pause(client, client.retries.pause(failures), aborted):
+            return sample  # an abort is a result
+        note(sample, resumed=1)
     raise AssertionError  # the count has no end
 
 
@@ -243,15 +248,7 @@ class _Completion:
             self.ends.add(generation.matched)  # the model's own end, and not one of this sample alone
         text = None
         if generation.text is None and more and self.tokenizer is not None:
-            skip = self.params.get("skip_special_tokens", True)
-            ids = generation.token_ids.tolist()
-            if (
-                generation.finish_reason == "stop"
-                and ids[-1] == generation.matched
-                and not self.params.get("no_stop_trim")
-            ):
-                del ids[-1]  # an engine does not show the token at which it stopped
-            text = self.tokenizer.decode(ids, skip_special_tokens=skip)
+            text = self._decoded(generation, self.tokenizer)
         merge(sample, generation, self.args, text=text)
         if not before or not more:
             return
@@ -259,6 +256,16 @@ class _Completion:
             self._retell(known, generation.text, generation.matched)
         else:  # to decode it takes time, which an abort of thousands has not
             sample.metadata = {**sample.metadata, KNOWN_TEXT: known}
+
+    def _decoded(self, generation: Generation, tokenizer: Tokenizer) -> str:
+        """The text of a call that came without one; as engines do, without what it stopped at."""
+        ids, matched = generation.token_ids.tolist(), generation.matched
+        trims = generation.finish_reason == "stop" and not self.params.get("no_stop_trim")
+        if trims and ids[-1] == matched:
+            del ids[-1]
+        text = tokenizer.decode(ids, skip_special_tokens=self.params.get("skip_special_tokens", True))
+        at = text.rfind(matched) if trims and isinstance(matched, str) and matched else -1
+        return text if at < 0 else text[:at]
 
     def drop(self, generation: Generation) -> None:
         """Leave the sample as it was before the call."""
@@ -275,12 +282,21 @@ class _Completion:
             if not self._lacks_experts():
                 return True
             restart(sample)  # no later call will bring them
-        elif sample.response_length and (
-            len(sample.tokens) == sample.response_length or has_stopped_at(sample.response, self.params).within
-        ):
-            # An engine looks for stop strings in what it generates itself: it would miss one that begins before a cut.
+        elif sample.response_length and (len(sample.tokens) == sample.response_length or self._may_stop_across()):
             restart(sample)
         return False
+
+    def _may_stop_across(self) -> bool:
+        """Whether a stop string may lie across the cut. An engine looks for them in what it generates itself."""
+        if not self.params.get("stop"):
+            return False
+        unknown = self.tokenizer is None and not self.sample.response  # no text has come, and none can be made
+        return unknown or self._stops_later or has_stopped_at(self.sample.response, self.params).within
+
+    @property
+    def _stops_later(self) -> bool:
+        """Whether stop strings count only behind some tokens: on vLLM, with a minimum."""
+        return self.client.engine != "sglang" and bool(self.params.get("min_new_tokens"))
 
     def _ended_as(self) -> str | None:
         """What a cut response amounts to, if it has come to its end all the same."""
@@ -294,7 +310,7 @@ class _Completion:
         if not params.get("ignore_eos") and last in self.ends.union(params.get("stop_token_ids") or ()):
             self._retell(self._known_text, None, last)
             return "COMPLETED"
-        if (stop := has_stopped_at(sample.response, params)).end is not None:
+        if not self._stops_later and has_stopped_at(sample.response, params).end is not None:
             self._retell(self._known_text, None, None)
             stop = has_stopped_at(sample.response, params)
             sample.response = sample.response[: stop.end]
@@ -335,12 +351,16 @@ def _worth_another_try(error: StreamfoldError, generation: Generation) -> bool:
     return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and len(generation.token_ids) > 0
 
 
-async def _pause(seconds: float, aborted: Callable[[], bool] | None) -> None:
-    """Wait, but not after the host has begun to abort."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + seconds
-    while (left := until - loop.time()) > 0 and not (aborted is not None and aborted()):  # noqa: ASYNC110  # a host's flag
-        await asyncio.sleep(left if aborted is None else min(left, _LOOK_SECONDS))
+async def _pause(client: Client, seconds: float, aborted: Callable[[], bool] | None) -> bool:
+    """Wait before a sample is gone on with; whether it still is to be."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + seconds
+    while (left := until - clock()) > 0:
+        if not await client.rest(left if aborted is None else min(left, _LOOK_SECONDS)):
+            return False
+        if aborted is not None and aborted():
+            return False
+    return True
 
 
 async def complete_all(

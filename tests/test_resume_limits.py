@@ -1,0 +1,132 @@
+"""What a resumed sample must not pass: its budget, its stop strings, and the moment at which somebody aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from completing import SOON, answers, completed, cut, sample_of
+from replay import DONE, HANG, PROMPT, chunk, head, stream, until
+from speaking import SGLANG, VLLM, Speech
+from streamfold import Client, Retries, StreamTruncated
+from streamfold.sample import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replay import Step
+
+ABORTED, COMPLETED, TRUNCATED = Sample.Status.ABORTED, Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+
+
+@pytest.mark.parametrize("number", [int, np.int64, np.int32])
+@pytest.mark.parametrize("names", [("max_new_tokens", "min_new_tokens"), ("max_tokens", "min_tokens")])
+async def test_a_budget_is_kept_to_whatever_integer_it_is_and_under_either_name(
+    speech: Speech, number: Callable[[int], Any], names: tuple[str, str]
+) -> None:
+    if speech is SGLANG and names[0] == "max_tokens":
+        return  # it has no such name
+    sample = Sample(index=0, tokens=list(PROMPT))
+    params = {names[0]: number(5), names[1]: number(4)}
+    last = stream(speech.part([12, 13, 14], prompt=5, finish="length"), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([10, 11])), last)) as server,
+        speech.client(server.url, retries=SOON) as client,
+    ):
+        sample.metadata["sampling_params"] = params
+        await completed(client, sample)
+    assert (sample.response_length, sample.status) == (5, TRUNCATED)
+    asked = speech.params(server.generates[1])
+    assert (asked["max_new_tokens"], asked["min_new_tokens"]) == (3, 2)
+    assert params == {names[0]: number(5), names[1]: number(4)}
+
+
+async def test_without_a_text_a_response_cut_where_a_stop_string_may_be_starts_again() -> None:
+    whole = stream(VLLM.part([10, 11, 12], finish="stop"), DONE)
+    async with (
+        VLLM.replay(answers(cut(VLLM.part([10, 11])), whole)) as server,
+        Client(server.url, engine="vllm", retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of(stop=["END"]))
+    assert VLLM.ids(server.generates[1]) == PROMPT
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12], COMPLETED)
+    assert sample.metadata["restarted_tokens"] == 2
+
+
+async def test_where_stop_strings_count_behind_a_minimum_only_a_cut_response_is_not_ended_by_an_early_one() -> None:
+    """Before its minimum vLLM does not look for them, and later only in what it generates itself."""
+    text = "".join(chr(97 + token % 26) for token in (10, 11))
+    whole = stream(VLLM.part([10, 11, 12, 13], finish="length"), DONE)
+    async with (
+        VLLM.replay(answers(cut(VLLM.part([10, 11])), whole)) as server,
+        VLLM.client(server.url, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of(max_new_tokens=4, min_new_tokens=3, stop=[text]))
+    assert (sample.response_length, sample.status) == (4, TRUNCATED)
+
+
+async def test_a_text_that_is_made_here_ends_before_the_stop_string_as_the_engines_own_would() -> None:
+    reply = stream(VLLM.part([10, 11, 12], finish="stop", matched="lm"), DONE)
+    async with VLLM.replay(reply) as server, VLLM.client(server.url, retries=SOON) as client:
+        hidden = await completed(client, sample_of(stop=["lm"]))
+        shown = await completed(client, sample_of(stop=["lm"], no_stop_trim=True))
+    assert (hidden.response, shown.response) == ("k", "klm")
+    assert hidden.tokens == shown.tokens == [*PROMPT, 10, 11, 12]
+
+
+@pytest.mark.parametrize("ends", ["by an event", "without a word"])
+async def test_what_the_engine_ends_while_the_host_aborts_is_a_result(speech: Speech, ends: str) -> None:
+    rest = [speech.event([10, 11] if speech is SGLANG else [11], 2, "abort")] if ends == "by an event" else []
+    aborting = False
+    slow = [head(), chunk(speech.event([10], 1)), 0.2, *stream(*rest, DONE)[1:]]  # vLLM up to 0.31 says nothing
+    async with speech.replay(slow) as server, speech.client(server.url, retries=SOON) as client:
+        sample = sample_of()
+        task = asyncio.ensure_future(completed(client, sample, aborted=lambda: aborting))
+        await until(lambda: client.running and client.running[0].token_count)
+        aborting = True
+        await asyncio.wait_for(task, 10)
+        assert len(server.generates) == 1
+    assert (sample.response_length, sample.status) == (1 + len(rest), ABORTED)
+
+
+@pytest.mark.parametrize("end", ["abort_all", "aclose"])
+async def test_a_sample_that_waits_for_its_next_call_is_not_asked_for_after_an_abort_of_all(
+    speech: Speech, end: str
+) -> None:
+    long = Retries(tries=4, first=30.0, longest=30.0)
+    async with speech.replay(cut(speech.part([10, 11]))) as server:
+        client = speech.client(server.url, retries=long)
+        sample = sample_of()
+        task = asyncio.ensure_future(completed(client, sample))
+        await until(lambda: sample.response_length == 2)
+        await asyncio.sleep(0)
+        await getattr(client, end)()
+        await asyncio.wait_for(task, 5)
+        assert client._session is None or end == "abort_all", "a closed client has opened itself again"
+        await client.aclose()
+        assert len(server.generates) == 1
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], ABORTED)
+
+
+async def test_an_abort_that_nobody_asked_for_stays_an_error_where_nothing_is_resumed() -> None:
+    async with SGLANG.replay(cut(SGLANG.part([10]))) as server, Client(server.url, retries=Retries(tries=1)) as client:
+        with pytest.raises(StreamTruncated):
+            await completed(client, sample_of(), aborted=lambda: False)
+
+
+def test_an_engine_that_asks_for_hours_is_asked_again_after_minutes() -> None:
+    assert Retries(jitter=0).pause(1, 86_400.0) == 600.0
+    assert Retries(jitter=0).pause(1, 30.0) == 30.0
+
+
+async def test_a_hanging_stream_is_no_pause(speech: Speech) -> None:
+    """A call that runs is aborted itself; only the wait between two calls has to be woken."""
+    running: list[Step] = [head(), chunk(speech.part([10])), HANG]
+    async with speech.replay(running) as server, speech.client(server.url, retries=SOON) as client:
+        task = asyncio.ensure_future(completed(client, sample_of()))
+        await until(lambda: client.running and client.running[0].token_count)
+        await client.abort_all()
+        assert (await task).status is ABORTED
