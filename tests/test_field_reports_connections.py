@@ -1,16 +1,21 @@
-"""Connections that break where a loop or a library tells it in its own way: the same error, and another try."""
+"""Connections that break as they open, and requests that are still on their way when they are cut."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from replay import PROMPT, WHOLE, Replay
+from replay import HANG, PROMPT, WHOLE, Replay, Step, head, until
 from streamfold import Client, EngineError, Retries
 from streamfold.connection import Connection
 from tries import SOON
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from replay import Request
 
 BOTH_LOOPS = True
 
@@ -46,3 +51,25 @@ async def test_a_connection_that_is_reset_as_it_opens_is_worth_another_try_on_ev
                 await client.generate(PROMPT, {})
             assert caught.value.retryable
         assert len(server.generates) == 1
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["late", "never"])
+async def test_an_abort_is_told_again_when_a_request_has_come_through_that_was_slow_on_its_way(comes: bool) -> None:
+    """vllm-project/vime#294. A router that is busy may hand a request on after both aborts: the engine has forgotten
+    them, and if it does not notice that the client has left, the request runs on for nobody."""
+    told_before: list[int] = []
+
+    def reply(_: Request) -> Iterator[Step]:
+        if comes:
+            yield 0.25
+            told_before.append(len(server.aborts))
+            yield head()
+        yield HANG
+
+    async with Replay(reply) as server, Client(server.url) as client:
+        call = client.start(PROMPT, {})
+        await until(lambda: server.generates)
+        assert len((await asyncio.wait_for(call.abort(), 3)).token_ids) == 0
+        await until(lambda: len(server.aborts) == 2)
+        assert told_before == ([1] if comes else [])
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 3)

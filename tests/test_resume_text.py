@@ -96,3 +96,14 @@ async def test_a_token_that_ended_one_sample_by_its_own_wish_does_not_end_anothe
     assert first.tokens == [*PROMPT, 10, 9]
     assert second.tokens == [*PROMPT, 10, 9, 11]
     assert shared == set()
+
+
+@pytest.mark.parametrize("params", [{"stop_token_ids": [1]}, {"stop": ["b"]}, {"stop": "ab"}])
+async def test_a_response_that_was_cut_at_its_limit_is_truncated_whatever_else_would_have_ended_it(
+    params: dict[str, Any],
+) -> None:
+    """SGLang looks at the budget first, and shows the text as it is."""
+    async with Replay(cut(event([0], 1), event([1], 2))) as server, Client(server.url, retries=SOON) as client:
+        sample = await completed(client, sample_of(max_new_tokens=2, **params))
+        assert len(server.generates) == 1
+    assert (sample.status, sample.response) == (Sample.Status.TRUNCATED, "ab")

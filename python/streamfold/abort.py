@@ -35,6 +35,7 @@ _AT_ONCE = 32  # for each worker, so that one that hangs does not keep the other
 _SECONDS = 3.0  # for a small request, from the connect to the end of its reply
 _LONGEST_REPLY = 1 << 20
 _REPEAT_AFTER = 0.075  # an engine forgets an abort that comes before its request is in
+_UNDER_WAY = 0.5  # seconds that a request may take to its engine, behind a router that is busy
 _WORKERS_LAST = 10.0  # routers gain and lose workers
 _FAILURE_LASTS = 1.0
 _SWEEP_AGAIN = 0.25  # seconds between two sweeps of a server abort
@@ -72,13 +73,15 @@ class Control:
         self._missing: set[tuple[str, str]] = set()  # paths that a worker does not have
         self._closed = False
 
-    def tell(self, rid: str, *, ended: asyncio.Future[None], begun: bool) -> asyncio.Task[None]:
+    def tell(
+        self, rid: str, *, ended: asyncio.Future[None], answered: asyncio.Future[None], begun: bool
+    ) -> asyncio.Task[None]:
         """Tell every worker to end ``rid``; done when all have answered. Failures are logged.
 
         A request that has not ``begun`` may not have reached the engine's queue, so it is told again a little
-        later, unless it has ``ended`` by then.
+        later, unless it has ``ended`` by then: not before it is ``answered``, if that does not take too long.
         """
-        return self._keep(self._tell(rid, ended, begun=begun))
+        return self._keep(self._tell(rid, ended, answered, begun=begun))
 
     async def load(self) -> int:
         """Requests that run or wait, over all workers.
@@ -132,10 +135,13 @@ class Control:
             await asyncio.wait(self._tasks, timeout=0.1)
         await self._transport.aclose()
 
-    async def _tell(self, rid: str, ended: asyncio.Future[None], *, begun: bool) -> None:
+    async def _tell(
+        self, rid: str, ended: asyncio.Future[None], answered: asyncio.Future[None], *, begun: bool
+    ) -> None:
         await self._end(rid)
         if not begun:
             await asyncio.wait({ended}, timeout=_REPEAT_AFTER)
+            await asyncio.wait({ended, answered}, timeout=_UNDER_WAY, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 await self._end(rid)
 

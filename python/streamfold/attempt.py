@@ -70,6 +70,7 @@ class Attempt:
         self._sent = False
         self._engine_busy = False  # whether the engine may be working on it, for all that we know
         self._engine_done: asyncio.Future[None] = loop.create_future()
+        self._answered: asyncio.Future[None] = loop.create_future()  # the headers have come, or never will
         self._over: asyncio.Future[None] = loop.create_future()  # nothing more will be read
         self._rest_bytes = 0
         self._deaf = False  # the parser has failed; the connection is being closed
@@ -111,6 +112,7 @@ class Attempt:
             raise
         finally:
             self._is_aborted = _never
+            self._has_answered()
             self._over.set_result(None)
             self._deadline.set(None)
 
@@ -159,7 +161,8 @@ class Attempt:
 
     async def _cut_off(self, drain: float) -> None:
         """Tell the engine, let the rest come in while it may, close."""
-        tell = self._control.tell(self.rid, ended=self._engine_done, begun=self.token_count > 0)
+        begun = self.token_count > 0
+        tell = self._control.tell(self.rid, ended=self._engine_done, answered=self._answered, begun=begun)
         try:
             await self._patiently(_TELL_SECONDS, tell, self._haste)
             if self._haste.done():
@@ -198,6 +201,7 @@ class Attempt:
             ) from error
         except Exception as error:
             raise EngineError(f"no reply from {url}: {_words(error)}", retryable=_may_pass(error)) from error
+        self._has_answered()
         self._is_aborted()
         if not is_stream(response):
             raise await self._refusal(response)
@@ -215,6 +219,10 @@ class Attempt:
             if broken is None or isinstance(broken, _BROKEN):
                 raise error from broken
             raise EngineError(f"reading from {url} failed: {_words(broken)}", retryable=False) from broken
+
+    def _has_answered(self) -> None:
+        if not self._answered.done():
+            self._answered.set_result(None)
 
     def _take_in(self, chunk: bytes) -> None:
         """Fold the next bytes of the body in."""

@@ -305,6 +305,9 @@ class _Completion:
         full = isinstance(limit, int) and sample.response_length >= limit
         if not sample.response_length:
             return "TRUNCATED" if full else None
+        if full and self.client.engine == "sglang":  # there the budget counts before all else that may end it
+            self._retell(self._known_text, None, None)
+            return "TRUNCATED"
         # An engine that aborts a request does not look whether its last token would have ended it.
         last = sample.tokens[-1]
         if not params.get("ignore_eos") and last in self.ends.union(params.get("stop_token_ids") or ()):
