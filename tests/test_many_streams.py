@@ -55,10 +55,12 @@ async def test_many_streams_at_once_go_through_a_limit_and_none_fails(
             with Watch(None, lambda: (0, "")) as watch:
                 calls = [client.start(prompt, PARAMS) for prompt in prompts]
                 await until(lambda: engine.stats().open_connections == limit, 120)
+                await asyncio.sleep(0.05)
+                assert engine.stats().open_connections == limit
                 assert len(client.running) == streams
                 await asyncio.to_thread(post, engine, "continue_generation")
                 generations = await asyncio.gather(*calls)
-        assert max(most) == limit
+        assert max(most) <= limit
         assert len(most) == streams, "each was asked for once"
         for prompt, generation in zip(prompts, generations, strict=True):
             assert generation.token_ids.tolist() == engine.undisturbed(prompt, PARAMS).token_ids
