@@ -169,7 +169,8 @@ async def test_a_client_that_is_closed_in_the_middle_of_a_storm_leaves_nothing(e
 async def test_a_call_that_has_ended_and_that_nobody_holds_is_gone(engine: Loopback) -> None:
     def kept() -> int:
         kinds = (Call, Parser, Generation, Connection, httpx.Request, httpx.Response)
-        return sum(isinstance(thing, kinds) for thing in gc.get_objects())
+        # By type(), as isinstance asks things for their class, and some of torch's warn when they are asked.
+        return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
 
     async with Client(engine.url) as client:
         await settled()
