@@ -17,7 +17,7 @@ import replay
 from bodies_vllm import fields, usage
 from replay import DONE, HANG, PROMPT, Replay, Step, answer, answer_json, chunk, head, stream
 from streamfold import Client
-from streamfold.engines import ENGINES
+from streamfold.engines import ENGINES, Asked
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:
@@ -161,16 +161,7 @@ class Speech(ABC):
 
     def undisturbed(self, box: Loopback, prompt: Sequence[int], params: Mapping[str, Any]) -> Reply:
         """What an undisturbed generation gives, for parameters as the client takes them."""
-        body = ENGINES[self.engine]().payload(
-            np.asarray(prompt, np.int32),
-            params,
-            rid="r",
-            logprobs=True,
-            top_p=False,
-            experts=None,
-            experts_start=0,
-            extra=None,
-        )
+        body = ENGINES[self.engine]().payload(np.asarray(prompt, np.int32), params, Asked(rid="r"))
         more = {"return_logprob": True} if self.engine == "sglang" else {}
         return box.undisturbed(list(prompt), body["sampling_params"], **more)
 

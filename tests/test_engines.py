@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from streamfold import EngineError, Experts
-from streamfold.engines import Sglang, token_array
+from streamfold.engines import Asked, Sglang, token_array
 from streamfold.replies import error_message, retry_after
 from streamfold.urls import base_url
 
@@ -19,9 +19,8 @@ ENGINE = Sglang()
 
 
 def payload(sampling_params: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    asked: dict[str, Any] = {"rid": "r", "logprobs": True, "top_p": False, "experts": None, "experts_start": 0}
     ids = np.array([1, 2, 3], np.int32)
-    return ENGINE.payload(more.pop("input_ids", ids), sampling_params or {}, **{"extra": None, **asked, **more})
+    return ENGINE.payload(more.pop("input_ids", ids), sampling_params or {}, Asked(**{"rid": "r", **more}))
 
 
 # The request.

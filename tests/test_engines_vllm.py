@@ -10,7 +10,7 @@ import pytest
 
 from replay import DONE, PROMPT, Replay, answer_json, stream
 from streamfold import Client, EngineError, Experts
-from streamfold.engines import Vllm, VllmCompletions
+from streamfold.engines import Asked, Vllm, VllmCompletions
 
 ENGINE, COMPLETIONS = Vllm(), VllmCompletions()
 FORBIDDEN = {
@@ -32,10 +32,9 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 
 
 def payload(sampling_params: dict[str, Any] | None = None, engine: Vllm = ENGINE, **more: Any) -> dict[str, Any]:
-    asked: dict[str, Any] = {"rid": "r", "logprobs": True, "top_p": False, "experts": None, "experts_start": 0}
     ids = np.array([1, 2, 3], np.int32)
     given = {"max_new_tokens": 5} if sampling_params is None else sampling_params
-    return engine.payload(more.pop("input_ids", ids), given, **{"extra": None, **asked, **more})
+    return engine.payload(more.pop("input_ids", ids), given, Asked(**{"rid": "r", **more}))
 
 
 def test_a_plain_request_asks_for_one_answer_with_usage_in_every_event() -> None:

@@ -28,7 +28,7 @@ async def test_a_budget_is_kept_to_whatever_integer_it_is_and_under_either_name(
     speech: Speech, number: Callable[[int], Any], names: tuple[str, str]
 ) -> None:
     if speech is SGLANG and names[0] == "max_tokens":
-        return  # it has no such name
+        pytest.skip("SGLang has no such name")
     sample = Sample(index=0, tokens=list(PROMPT))
     params = {names[0]: number(5), names[1]: number(4)}
     last = stream(speech.part([12, 13, 14], prompt=5, finish="length"), DONE)

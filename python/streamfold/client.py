@@ -16,7 +16,7 @@ from streamfold._core import Generation, Parser, __version__
 from streamfold.abort import Control
 from streamfold.attempt import Attempt
 from streamfold.call import Call, RetryLog
-from streamfold.engines import ENGINES, Sglang, discover, token_array
+from streamfold.engines import ENGINES, Asked, Sglang, discover, token_array
 from streamfold.limits import Limits, Retries, Slots, Timeouts, check_seconds
 from streamfold.urls import base_url as normalised
 
@@ -233,9 +233,7 @@ class Client:
         if not 0 <= experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {experts_start}")
         budget = engine.budget(sampling_params)
-        payload = engine.payload(
-            ids,
-            sampling_params,
+        asked = Asked(
             rid=rid,
             logprobs=logprobs,
             top_p=top_p,
@@ -243,6 +241,7 @@ class Client:
             experts_start=experts_start,
             extra=extra,
         )
+        payload = engine.payload(ids, sampling_params, asked)
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
         merged = self._with(headers)
         prompt_len = None if ids is None else len(ids)

@@ -7,6 +7,7 @@ import math
 import operator
 import re
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import numpy as np
@@ -26,10 +27,32 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
     Post = tuple[str, dict[str, Any]]  # path and JSON body
 
-__all__ = ["ENGINES", "Engine", "Sglang", "Vllm", "VllmCompletions", "discover", "expects_top_p", "token_array"]
+__all__ = [
+    "ENGINES",
+    "Asked",
+    "Engine",
+    "Sglang",
+    "Vllm",
+    "VllmCompletions",
+    "discover",
+    "expects_top_p",
+    "token_array",
+]
 
 _LARGEST_TOKEN = 2**31 - 1
 _ALL_TOKENS = 1 << 30  # a top_k that leaves every choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request asks for besides its prompt and sampling parameters: see :meth:`Client.start`."""
+
+    rid: str
+    logprobs: bool = True
+    top_p: bool = False
+    experts: Experts | None = None
+    experts_start: int = 0
+    extra: Mapping[str, Any] | None = None
 
 
 class Engine(ABC):
@@ -92,18 +115,7 @@ class Engine(ABC):
         return budget
 
     @abstractmethod
-    def payload(
-        self,
-        input_ids: Ids | None,
-        sampling_params: Mapping[str, Any],
-        *,
-        rid: str,
-        logprobs: bool,
-        top_p: bool,
-        experts: Experts | None,
-        experts_start: int,
-        extra: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
+    def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object, its id first. Nothing of the caller's is changed or kept for later.
 
         Raises:
@@ -172,33 +184,22 @@ class Sglang(Engine):
     rid_key = "rid"
     loads = ("/v1/loads?include=core",)
 
-    def payload(
-        self,
-        input_ids: Ids | None,
-        sampling_params: Mapping[str, Any],
-        *,
-        rid: str,
-        logprobs: bool,
-        top_p: bool,
-        experts: Experts | None,
-        experts_start: int,
-        extra: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
+    def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""
         params = _finite(sampling_params)
-        if top_p:
+        if asked.top_p:
             params["custom_params"] = {**(params.get("custom_params") or {}), "return_top_p_token_ids": True}
-        payload: dict[str, Any] = {"rid": rid}
+        payload: dict[str, Any] = {"rid": asked.rid}
         if input_ids is not None:
             payload["input_ids"] = input_ids
-        payload |= {"sampling_params": params, "stream": True, "return_logprob": logprobs}
-        if experts is not None:
+        payload |= {"sampling_params": params, "stream": True, "return_logprob": asked.logprobs}
+        if asked.experts is not None:
             payload["return_routed_experts"] = True
-            if experts.dtype != "int32":
-                payload["routed_experts_dtype"] = experts.dtype
-            if experts_start:
-                payload["routed_experts_start_len"] = experts_start
-        return _with_extra(payload, extra)
+            if asked.experts.dtype != "int32":
+                payload["routed_experts_dtype"] = asked.experts.dtype
+            if asked.experts_start:
+                payload["routed_experts_start_len"] = asked.experts_start
+        return _with_extra(payload, asked.extra)
 
     def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
         """A header for routers; a key for the engine, 0.5.10 and newer."""
@@ -259,31 +260,19 @@ class Vllm(Engine):
             raise ValueError("max_new_tokens must be given: vLLM's own default is 16 in some releases")
         return budget
 
-    def payload(
-        self,
-        input_ids: Ids | None,
-        sampling_params: Mapping[str, Any],
-        *,
-        rid: str,
-        logprobs: bool,
-        top_p: bool,
-        experts: Experts | None,
-        experts_start: int,
-        extra: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
+    def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object. Masks and routed experts are switched on at the server, not here."""
-        del top_p, experts
         params = self._params(sampling_params)
-        if logprobs:
+        if asked.logprobs:
             params.setdefault("logprobs", 1)
-        if experts_start:
-            params["routed_experts_prompt_start"] = experts_start
-        payload: dict[str, Any] = {"request_id": rid}
+        if asked.experts_start:
+            params["routed_experts_prompt_start"] = asked.experts_start
+        payload: dict[str, Any] = {"request_id": asked.rid}
         if input_ids is not None:
             payload["token_ids"] = input_ids
-        elif "token_ids" not in (extra or {}):
+        elif "token_ids" not in (asked.extra or {}):
             raise ValueError("vLLM's token endpoint takes token ids alone: give input_ids, or token_ids in extra")
-        return _with_extra({**payload, "sampling_params": params, **_STREAMED}, extra)
+        return _with_extra({**payload, "sampling_params": params, **_STREAMED}, asked.extra)
 
     def _params(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
         """Give the parameters under vLLM's names. Null is no value there."""
@@ -347,32 +336,20 @@ class VllmCompletions(Vllm):
     dialect = "vllm-completions"
     path = "/v1/completions"
 
-    def payload(
-        self,
-        input_ids: Ids | None,
-        sampling_params: Mapping[str, Any],
-        *,
-        rid: str,
-        logprobs: bool,
-        top_p: bool,
-        experts: Experts | None,
-        experts_start: int,
-        extra: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
+    def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""
-        del experts_start
-        if top_p or experts is not None:
+        if asked.top_p or asked.experts is not None:
             raise ValueError("/v1/completions streams neither sampling masks nor routed experts: use engine='vllm'")
         params = self._params(sampling_params)
-        if logprobs:
+        if asked.logprobs:
             params.setdefault("logprobs", 1)
         prompt: Any = input_ids
-        told = dict(extra or {})
+        told = dict(asked.extra or {})
         if input_ids is None:
             prompt = told.pop("text", told.pop("prompt", None))
             if prompt is None:
                 raise ValueError("there is no prompt: give input_ids, or text in extra")
-        payload = {"request_id": rid, "prompt": prompt, **params, "return_token_ids": True, **_STREAMED}
+        payload = {"request_id": asked.rid, "prompt": prompt, **params, "return_token_ids": True, **_STREAMED}
         return _with_extra(payload, told)
 
     def hint(self, status: int) -> str:
