@@ -228,7 +228,7 @@ class Client:
             raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
         elif rid in session.calls:
             raise ValueError(f"rid {rid!r} is in use by a call that runs: give each call its own, or none")
-        engine = self._known_engine()
+        engine = self.ways
         ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
         if not 0 <= experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {experts_start}")
@@ -353,13 +353,6 @@ class Client:
         """What the server is: see the argument of that name; ``"auto"`` until it has been found out."""
         return "auto" if self._engine is None else self._engine.name
 
-    def route(self, session: str | None, dp_rank: int | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-        """Headers and ``extra`` of a request that belongs to a session, or to one data-parallel rank of its engine.
-
-        Routers keep the requests of a session together, so that the engine's prefix cache serves them.
-        """
-        return self._known_engine().route(session, dp_rank)
-
     async def discover(self) -> str:
         """Ask the server what it is, as for ``engine="auto"``; :attr:`engine` from now on.
 
@@ -421,10 +414,6 @@ class Client:
         merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
         return merged
 
-    def canonical(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Give sampling parameters under the names that are used here, whichever the engine has for them."""
-        return self._known_engine().canonical(sampling_params)
-
     async def rest(self, seconds: float) -> bool:
         """Wait between two calls for a sample. False if all calls have been aborted, or the client closed."""
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -440,7 +429,13 @@ class Client:
             if not woken.done() and not woken.get_loop().is_closed():
                 woken.set_result(None)
 
-    def _known_engine(self) -> Engine:
+    @property
+    def ways(self) -> Engine:
+        """The engine's ways, as far as those above a client have to know them.
+
+        Raises:
+            RuntimeError: with ``engine="auto"``, before the server was asked.
+        """
         if self._engine is None:
             raise RuntimeError('engine="auto": enter `async with client`, or `await client.discover()` first')
         return self._engine

@@ -66,6 +66,9 @@ class Engine(ABC):
         loads: paths that tell the load; the next one is asked where one is not there.
         closing_ends: whether a request ends at once, in every release, when its stream is closed.
         aliases: its own names of sampling parameters that are known here under others.
+        budget_first: whether a response that is full counts as truncated, whatever else would have ended it.
+        stops_after_minimum: whether stop strings are looked for only behind the minimum of tokens.
+        masks_unasked: whether top-p ids may come without having been asked for: the server is told, not the request.
     """
 
     name: ClassVar[str]
@@ -75,6 +78,9 @@ class Engine(ABC):
     loads: ClassVar[tuple[str, ...]]
     closing_ends: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
+    budget_first: ClassVar[bool] = False
+    stops_after_minimum: ClassVar[bool] = False
+    masks_unasked: ClassVar[bool] = False
     workers_path: Final = "/workers"
 
     def canonical(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +189,7 @@ class Sglang(Engine):
     path = "/generate"
     rid_key = "rid"
     loads = ("/v1/loads?include=core",)
+    budget_first = True
 
     def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""
@@ -242,6 +249,8 @@ class Vllm(Engine):
     rid_key = "request_id"
     loads = ("/metrics", "/load")  # the second one counts only if the server was told to
     closing_ends = True
+    stops_after_minimum = True
+    masks_unasked = True
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

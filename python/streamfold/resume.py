@@ -98,7 +98,7 @@ async def complete(
     work = _Completion(
         client=client,
         sample=sample,
-        params=client.canonical(sampling_params),
+        params=client.ways.canonical(sampling_params),
         args=args,
         logprobs=logprobs,
         tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
@@ -176,7 +176,7 @@ class _Completion:
             raise ValueError(f"max_new_tokens is {limit}, but the response has {sample.response_length} tokens already")
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
         expects = expects_top_p(self.params)
-        told_anyway = has_top_p and self.client.engine != "sglang"  # vLLM is told at its start, not in a request
+        told_anyway = has_top_p and self.client.ways.masks_unasked
         if sample.response_length and expects != has_top_p and not told_anyway:
             raise ValueError(
                 "a part of the response has top-p ids and the rest would not: ask for them always, or never"
@@ -295,8 +295,8 @@ class _Completion:
 
     @property
     def _stops_later(self) -> bool:
-        """Whether stop strings count only behind some tokens: on vLLM, with a minimum."""
-        return self.client.engine != "sglang" and bool(self.params.get("min_new_tokens"))
+        """Whether stop strings count only behind some tokens."""
+        return self.client.ways.stops_after_minimum and bool(self.params.get("min_new_tokens"))
 
     def _ended_as(self) -> str | None:
         """What a cut response amounts to, if it has come to its end all the same."""
@@ -305,7 +305,7 @@ class _Completion:
         full = isinstance(limit, int) and sample.response_length >= limit
         if not sample.response_length:
             return "TRUNCATED" if full else None
-        if full and self.client.engine == "sglang":  # there the budget counts before all else that may end it
+        if full and self.client.ways.budget_first:
             self._retell(self._known_text, None, None)
             return "TRUNCATED"
         # An engine that aborts a request does not look whether its last token would have ended it.

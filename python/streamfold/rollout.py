@@ -206,7 +206,7 @@ class _Complete:
         aborted: Callable[[], bool],
     ) -> Any:  # noqa: ANN401
         with self._rank() as rank:
-            headers, extra = self._client.route(getattr(sample, "session_id", None), rank)
+            headers, extra = self._client.ways.route(getattr(sample, "session_id", None), rank)
             return await complete(
                 self._client,
                 sample,
