@@ -101,13 +101,17 @@ def listen(sock: socket.socket) -> Heard:
 
 
 def ask(engine: Loopback, *, seconds: float = LIMIT, path: str = "/generate", **body: Any) -> Heard:
-    """Send one request on a connection of its own, and read the answer."""
-    with connected(engine, seconds) as sock:
-        try:
+    """Send one request on a connection of its own, and read the answer.
+
+    Raises:
+        ConnectionRefusedError: Nobody listens. (A worker that dies while the connection is made resets it.)
+    """
+    try:
+        with connected(engine, seconds) as sock:
             send(sock, path=path, **body)
-        except ConnectionError:
-            return Heard(end="rst")
-        return listen(sock)
+            return listen(sock)
+    except (ConnectionResetError, BrokenPipeError):
+        return Heard(end="rst")
 
 
 def _is_whole(raw: bytes) -> bool:
