@@ -225,5 +225,3 @@ async def nothing_is_left(site: Site, *clients: Client) -> AsyncIterator[None]:
         session = client._session
         assert session is not None
         assert (session.slots.free, session.slots.waiting) == (client._limits.calls, 0)
-        pool = session.transport._pool  # type: ignore[attr-defined]
-        assert (pool.connections, pool._requests) == ([], [])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from replay import (
@@ -25,8 +27,9 @@ from replay import (
     stream,
     until,
 )
-from streamfold import Client, DecodeError, EngineError, Limits, StreamTruncated, Timeouts
+from streamfold import Client, DecodeError, EngineError, Limits, Retries, StreamTruncated, Timeouts
 from streamfold.limits import Slots
+from unreachable import closed_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,6 +203,51 @@ async def test_a_slot_that_comes_in_the_moment_of_a_cancel_is_not_lost() -> None
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert slots.free == 1
+
+
+async def test_places_are_handed_out_in_order_and_so_many_in_one_pass_of_the_event_loop() -> None:
+    slots = Slots(100, per_pass=8)
+    places = [slots.request() for _ in range(30)]
+    for held in (8, 16, 24, 30):
+        assert [place.done() for place in places] == [True] * held + [False] * (30 - held)
+        await asyncio.sleep(0)
+    slots.release()
+    assert (slots.free, slots.waiting) == (71, 0)
+
+
+async def test_a_burst_of_starts_begins_little_by_little_and_no_try_goes_through_what_others_hold(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """httpx goes through all that a pool holds at each step of each request: thousands of calls at a dead port stopped
+    the event loop for a minute."""
+    passes = 0
+    begun: list[int] = []
+    pools: list[object] = []  # kept, so that no two have the same id
+    send = httpx.AsyncHTTPTransport.handle_async_request
+
+    async def watched(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        begun.append(passes)
+        pools.append(transport._pool)
+        return await send(transport, request)
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", watched)
+    retries = Retries(tries=2, first=0, longest=0)
+    with closed_port() as (_, url):
+        client = speech.client(url, retries=retries)
+        counter = asyncio.ensure_future(count())
+        calls = [client.start(PROMPT, ASKED) for _ in range(300)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        counter.cancel()
+        await client.aclose()
+    assert {type(end) for end in ends} == {EngineError}
+    assert len({id(pool) for pool in pools}) == len(pools) == 600
+    assert max(Counter(begun).values()) <= 2 * 64  # the count moves in the middle of a pass
 
 
 @pytest.mark.parametrize("field", ["calls", "max_event_bytes"])

@@ -53,6 +53,7 @@ ORDER = (
     "replies",
     "connection",
     "limits",
+    "transport",
     "urls",
     "text",
     "sample",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
@@ -18,10 +17,10 @@ from streamfold.attempt import Attempt
 from streamfold.call import Call, RetryLog
 from streamfold.engines import ENGINES, Asked, Sglang, discover, token_array
 from streamfold.limits import Limits, Retries, Slots, Timeouts, check_seconds
+from streamfold.transport import chosen
 from streamfold.urls import base_url as normalised
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from streamfold.text import Tokenizer
 
 __all__ = ["Client", "Running"]
+
+_STARTS = 64  # in one pass of the event loop: a start costs up to a millisecond of CPU
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,11 @@ class _Session:
     """All that is bound to one event loop, from the first use of a client to its ``aclose``."""
 
     loop: asyncio.AbstractEventLoop
-    transport: httpx.AsyncBaseTransport
     control: Control
     slots: Slots
     calls: dict[str, Call] = field(default_factory=dict)  # by the id of the current try
     pumps: set[asyncio.Task[None]] = field(default_factory=set)
     closing: asyncio.Task[None] | None = None
-
-
-@cache  # loading the certificates takes longer than all the rest
-def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context(trust_env=False)
 
 
 class Client:
@@ -125,11 +120,8 @@ class Client:
     ) -> None:
         if engine not in ENGINES and engine != "auto":
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}, auto")
-        if transport != "httpx" and not isinstance(transport, httpx.AsyncBaseTransport):
-            raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
         if clamped not in ("raise", "keep"):
             raise ValueError(f'clamped must be "raise" or "keep", not {clamped!r}')
-        _check_pool(transport, limits.calls)
         self._base = normalised(base_url)
         self._engine = None if engine == "auto" else ENGINES[engine]()
         self._vocab_size = vocab_size
@@ -143,7 +135,7 @@ class Client:
         self._limits = limits
         self._experts = experts
         self._clamped: Literal["raise", "keep"] = clamped
-        self._transport = transport
+        self._transport = chosen(transport, limits.calls)
         self._retry_log = RetryLog()
         self._resting: set[asyncio.Future[None]] = set()
         self._session: _Session | None = None
@@ -258,7 +250,7 @@ class Client:
                 max_new_tokens=budget,
                 max_event_bytes=self._limits.max_event_bytes,
             )
-            return Attempt(rid, parser, transport=session.transport, control=session.control, timeouts=self._timeouts)
+            return Attempt(rid, parser, transport=self._transport(), control=session.control, timeouts=self._timeouts)
 
         def request(rid: str) -> httpx.Request:
             return httpx.Request(
@@ -461,14 +453,8 @@ class Client:
             )
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> _Session:
-        if isinstance(self._transport, httpx.AsyncBaseTransport):
-            transport = beside = self._transport
-        else:
-            # No connection is used twice: httpx shows only fresh ones before the headers come.
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-            transport, beside = (httpx.AsyncHTTPTransport(verify=_tls(), limits=limits) for _ in range(2))
-        control = Control(self._base, self._engine or Sglang(), self._with(None), beside)
-        return _Session(loop, transport, control, Slots(self._limits.calls))
+        control = Control(self._base, self._engine or Sglang(), self._with(None), self._transport())
+        return _Session(loop, control, Slots(self._limits.calls, per_pass=_STARTS))
 
     async def _close(self, session: _Session) -> None:
         for call in list(session.calls.values()):
@@ -477,17 +463,5 @@ class Client:
             while session.pumps:
                 await asyncio.wait(session.pumps)
             await session.control.aclose()
-            await session.transport.aclose()
         finally:
             self._session = None
-
-
-def _check_pool(transport: object, calls: int) -> None:
-    """Refuse a pool in which calls, and the aborts that are to end them, would wait for each other."""
-    pool = getattr(transport, "_pool", None) if isinstance(transport, httpx.AsyncHTTPTransport) else None
-    most = getattr(pool, "_max_connections", None)
-    if most is not None and most <= calls:
-        raise ValueError(
-            f"the transport's pool has {most} connections for {calls} calls and their aborts: make it with "
-            "limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)"
-        )

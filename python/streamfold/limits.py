@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -156,11 +157,18 @@ class Slots:
     """A fixed number of places, handed out first come, first served.
 
     Unlike a semaphore's, its waiters need not be cancelled to be sent away: see :meth:`leave`.
+
+    Args:
+        size: how many places there are.
+        per_pass: how many of them are handed out in one pass of the event loop, so that thousands of starts in the same
+            moment let others run in between.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, per_pass: int = sys.maxsize) -> None:
         self._free = size
         self._waiting: OrderedDict[asyncio.Future[bool], None] = OrderedDict()  # who leaves is gone at once
+        self._per_pass = per_pass
+        self._left = per_pass  # of this pass
 
     @property
     def free(self) -> int:
@@ -175,21 +183,28 @@ class Slots:
     def request(self) -> asyncio.Future[bool]:
         """Queue up. The future becomes True once a place is held, which must then be released."""
         place = asyncio.get_running_loop().create_future()
-        if self._free:
-            self._free -= 1
-            place.set_result(True)
-        else:
-            self._waiting[place] = None
+        self._waiting[place] = None
+        self._hand_out()
         return place
 
     def release(self) -> None:
         """Give a place back: to the next in the queue, if there is one."""
-        while self._waiting:
+        self._free += 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._waiting and self._free and self._left:
             place, _ = self._waiting.popitem(last=False)
             if not place.done():
+                if self._left == self._per_pass:  # the first one of this pass
+                    place.get_loop().call_soon(self._next_pass)
+                self._free -= 1
+                self._left -= 1
                 place.set_result(True)
-                return
-        self._free += 1
+
+    def _next_pass(self) -> None:
+        self._left = self._per_pass
+        self._hand_out()
 
     def leave(self, place: asyncio.Future[bool]) -> None:
         """Send one away who waits, with False. Nothing happens to a place that is held already."""
