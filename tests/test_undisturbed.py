@@ -100,7 +100,7 @@ def check_counts(site: Site, clients: tuple[Watched, ...], samples: list[Sample]
     asked = set(site.asked())
     assert asked <= set(left)
     if not site.wire.dying:  # a worker that dies has not read all that was sent to it
-        assert asked == set(left)
+        assert set(left) - asked <= site.told()  # a busy one reads some only when they have been aborted and closed
 
 
 def tell(record_property: Tell, site: Site, clients: tuple[Watched, ...], **figures: object) -> None:
