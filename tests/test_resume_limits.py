@@ -130,3 +130,24 @@ async def test_a_hanging_stream_is_no_pause(speech: Speech) -> None:
         await until(lambda: client.running and client.running[0].token_count)
         await client.abort_all()
         assert (await task).status is ABORTED
+
+
+@pytest.mark.parametrize(
+    ("last", "text", "stop"), [(9, "over. A tool", None), (11, "said lm, a tool", "lm"), (11, "a tool\n", "\n\n")]
+)
+async def test_what_ends_a_pending_response_is_no_end_of_the_next_turn(
+    speech: Speech, last: int, text: str, stop: str | None
+) -> None:
+    """Only a response that was cut may have come to its end unseen; a pending one has turns and tools behind it."""
+    sample = sample_of([*PROMPT, 10, last], stop=stop)
+    sample.response, sample.response_length = text, 2
+    sample.loss_mask, sample.rollout_log_probs = [1, 0], [-1.0, 0.0]
+    async with (
+        speech.replay(stream(speech.part([12], prompt=len(PROMPT) + 2, finish="stop"), DONE)) as server,
+        speech.client(server.url, retries=SOON) as client,
+    ):
+        await completed(client, sample, stop_ids={9})
+    assert speech.ids(server.generates[0]) == [*PROMPT, 10, last]
+    assert (sample.tokens, sample.loss_mask) == ([*PROMPT, 10, last, 12], [1, 0, 1])
+    assert sample.response.startswith(text)
+    assert sample.status is COMPLETED

@@ -286,9 +286,14 @@ class _Completion:
             restart(sample)
         return False
 
+    @property
+    def _was_cut(self) -> bool:
+        """Whether the response ends where a call was cut. A pending one has turns that are over, and maybe a tool's."""
+        return bool(self.sample.status.name == "ABORTED")
+
     def _may_stop_across(self) -> bool:
         """Whether a stop string may lie across the cut. An engine looks for them in what it generates itself."""
-        if not self.params.get("stop"):
+        if not self._was_cut or not self.params.get("stop"):
             return False
         unknown = self.tokenizer is None and not self.sample.response  # no text has come, and none can be made
         return unknown or self._stops_later or has_stopped_at(self.sample.response, self.params).within
@@ -305,9 +310,11 @@ class _Completion:
         full = isinstance(limit, int) and sample.response_length >= limit
         if not sample.response_length:
             return "TRUNCATED" if full else None
-        if full and self.client.ways.budget_first:
+        if full and (self.client.ways.budget_first or not self._was_cut):
             self._retell(self._known_text, None, None)
             return "TRUNCATED"
+        if not self._was_cut:
+            return None
         # An engine that aborts a request does not look whether its last token would have ended it.
         last = sample.tokens[-1]
         if not params.get("ignore_eos") and last in self.ends.union(params.get("stop_token_ids") or ()):
