@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import bodies_vllm
 from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, HANG, PROMPT, chunk, head, stream, until
 from speaking import SGLANG, VLLM, Speech
@@ -15,11 +16,18 @@ from streamfold import Client, Retries, StreamTruncated
 from streamfold.sample import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from replay import Step
+    from streamfold import Call
+
 
 ABORTED, COMPLETED, TRUNCATED = Sample.Status.ABORTED, Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+
+
+def calls_of(client: Client) -> Iterable[Call]:
+    assert client._session is not None
+    return client._session.calls.values()
 
 
 @pytest.mark.parametrize("number", [int, np.int64, np.int32])
@@ -151,3 +159,20 @@ async def test_what_ends_a_pending_response_is_no_end_of_the_next_turn(
     assert (sample.tokens, sample.loss_mask) == ([*PROMPT, 10, last, 12], [1, 0, 1])
     assert sample.response.startswith(text)
     assert sample.status is COMPLETED
+
+
+async def test_a_cancel_makes_no_end_of_a_response_that_has_lost_an_event() -> None:
+    """A server that counts only once, behind the terminal event, shows only there that something is missing."""
+    steps: list[Step] = [head(), *map(chunk, (bodies_vllm.event([10]), bodies_vllm.event([12], "stop")))]
+    async with (
+        VLLM.replay([*steps, chunk(bodies_vllm.usage_event(3)), HANG]) as server,
+        VLLM.client(server.url, retries=SOON) as client,
+    ):
+        sample = sample_of()
+        task = asyncio.ensure_future(completed(client, sample))
+        await until(lambda: client.running and any(call._attempt.error for call in calls_of(client)))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert (sample.tokens, sample.status) == (PROMPT, ABORTED)
+    assert sample.metadata["restarted_tokens"] == 2

@@ -181,6 +181,11 @@ class Call:
             self._settle()  # the pump has to wait for the connection to open or fail; nobody else has to
 
     @property
+    def error(self) -> BaseException | None:
+        """What it failed with; None as long as it runs, or if it has not."""
+        return self._error
+
+    @property
     def aborting(self) -> bool:
         """Whether it is being aborted, or has been."""
         return self._aborted.done()

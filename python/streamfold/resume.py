@@ -131,9 +131,7 @@ async def complete(
             and "max_new_tokens" in work.params
             and _worth_another_try(error, generation)
         )
-        # An event that was lost may show only in the count that comes after the end: then nothing of it is certain.
-        is_damaged = isinstance(error, DecodeError) and generation.finish_reason is not None
-        if is_damaged or (again and resume == "restart"):
+        if _is_damaged(error, generation) or (again and resume == "restart"):
             work.drop(generation)
         elif not work.try_to_write(generation, error):
             again = False
@@ -205,7 +203,11 @@ class _Completion:
         except StreamfoldError as error:
             return await call.abort(), error, False  # at once: it has ended
         except BaseException as because:
-            self.try_to_write(await call.abort(), because)
+            generation = await call.abort()
+            if _is_damaged(call.error, generation):
+                self.drop(generation)
+            else:
+                self.try_to_write(generation, because)
             raise
 
     def try_to_write(self, generation: Generation, because: BaseException | None) -> bool:
@@ -351,6 +353,11 @@ class _Completion:
         rows = getattr(self.sample, "rollout_routed_experts", None)
         tokens, has = len(self.sample.tokens), self.sample.response_length
         return self.client.experts is not None and has > 0 and (rows is None or len(rows) != tokens - 1)
+
+
+def _is_damaged(error: BaseException | None, generation: Generation) -> bool:
+    """Whether an event was lost, as only the count shows that comes after the end: then nothing of it is certain."""
+    return isinstance(error, DecodeError) and generation.finish_reason is not None
 
 
 def _worth_another_try(error: StreamfoldError, generation: Generation) -> bool:
