@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, PROMPT, Replay, event, stream
-from streamfold import Client
+from streamfold import Client, StreamTruncated
 from streamfold.loopback import Loopback
+from streamfold.resume import complete
 from streamfold.sample import Sample, merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from speaking import Speech
 
 OPEN = [300, 0xF0, 0x9F]  # a prompt that ends in the middle of a character
 
@@ -107,3 +111,25 @@ async def test_a_response_that_was_cut_at_its_limit_is_truncated_whatever_else_w
         sample = await completed(client, sample_of(max_new_tokens=2, **params))
         assert len(server.generates) == 1
     assert (sample.status, sample.response) == (Sample.Status.TRUNCATED, "ab")
+
+
+@pytest.mark.parametrize("metadata", [{}, None])
+async def test_a_text_of_parts_is_told_anew_though_the_last_call_brings_no_token(
+    speech: Speech, metadata: dict[str, Any] | None
+) -> None:
+    smile = list("🙂".encode())
+    parts = [speech.part(smile[:2]), speech.part(smile[2:], prompt=5), speech.part([], prompt=7, finish="stop")]
+    with Loopback() as engine:
+        tokenizer = engine.tokenizer
+    async with (
+        speech.replay(answers(cut(parts[0]), cut(parts[1]), stream(parts[2], DONE))) as server,
+        speech.client(server.url, tokenizer=tokenizer, retries=SOON) as client,
+    ):
+        sample = Sample(tokens=list(PROMPT), metadata=metadata)  # type: ignore[arg-type]  # hosts' may be None
+        with contextlib.suppress(StreamTruncated):
+            await complete(client, sample, {"max_new_tokens": 8}, resume="raise")
+        sample.response = ""  # the engine has held the half of a character back
+        sample.metadata = metadata  # type: ignore[assignment]
+        await complete(client, sample, {"max_new_tokens": 8})
+    assert (sample.response, sample.tokens[len(PROMPT) :]) == ("🙂", smile)
+    assert (sample.status, sample.metadata) == (Sample.Status.COMPLETED, {"resumed": 1})

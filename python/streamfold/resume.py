@@ -252,12 +252,12 @@ class _Completion:
         if generation.text is None and more and self.tokenizer is not None:
             text = self._decoded(generation, self.tokenizer)
         merge(sample, generation, self.args, text=text)
-        if not before or not more:
+        if not before or not (more or ended):
             return
         if ended or self.tokenizer is None:
-            self._retell(known, generation.text, generation.matched)
+            self._retell(known, generation.text, generation.matched if more else None)
         else:  # to decode it takes time, which an abort of thousands has not
-            sample.metadata = {**sample.metadata, KNOWN_TEXT: known}
+            sample.metadata = {**(sample.metadata or {}), KNOWN_TEXT: known}
 
     def _decoded(self, generation: Generation, tokenizer: Tokenizer) -> str:
         """The text of a call that came without one; as engines do, without what it stopped at."""
@@ -347,7 +347,7 @@ class _Completion:
             sample.response = text
         elif last is not None:  # an empty one too: the part before it may have held half a character back
             note(sample, text_joined=True)
-        sample.metadata = {key: value for key, value in sample.metadata.items() if key != KNOWN_TEXT}
+        sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != KNOWN_TEXT}
 
     def _lacks_experts(self) -> bool:
         rows = getattr(self.sample, "rollout_routed_experts", None)
