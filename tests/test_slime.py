@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from host import engine, installed
+from host.slime.observability import trace_utils
 from host.slime.observability.trace_utils import spans
 from host.slime.rollout import sglang_rollout
 from host.slime.rollout.sglang_rollout import GenerateState, generate_and_rm
@@ -363,6 +364,29 @@ async def test_a_host_without_spans_does_without(newer: None, monkeypatch: pytes
                 patch.setitem(sys.modules, f"{engine.current().package}.{name}", None)
             assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
     assert spans == []
+
+
+async def test_helpers_for_spans_that_are_missing_or_fail_cost_no_sample(
+    newer: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = f"build_{engine.current().name}_meta_trace_attrs"
+    async with Server(whole()) as server:
+        for name, helper in ((builder, lambda meta: meta["unheard of"]), (builder, None), ("trace_span", None)):
+            monkeypatch.setattr(trace_utils, name, helper)
+            sample = await ask(streaming(server), sample_of())
+            assert (sample.status, sample.response_length) == (Status.COMPLETED, 3)
+    assert [span.name for span in spans] == [f"{engine.current().name}_generate"] * 2
+    assert "could not be described" in caplog.text
+
+
+@pytest.mark.parametrize("eos", [9, [8, 9], None])
+async def test_a_tokenizer_may_have_one_end_or_several_or_none(newer: None, eos: Any) -> None:
+    async with Server(stream(event([20], 1, "stop", prompt_tokens=5), DONE)) as server:
+        args = streaming(server)
+        GenerateState(args).tokenizer.eos_token_id = eos
+        sample = await ask(args, partial(1, 9))
+        assert len(server.generates) == (eos is None)
+    assert sample.status is Status.COMPLETED
 
 
 async def test_an_evaluation_is_asked_for_in_the_same_way(host: None) -> None:

@@ -44,8 +44,7 @@ async def generate(
         sample.tokens = list(prompt_ids)
     seat = await seat_of(host, args, sample)
     eos = getattr(state.tokenizer, "eos_token_id", None)
-    if eos is not None:
-        seat.ends.add(eos)
+    seat.ends.update(eos if isinstance(eos, (list, tuple)) else () if eos is None else (eos,))
     params = host.params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     budget = None if limit is None else limit - sample.response_length

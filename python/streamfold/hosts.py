@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ __all__ = ["LOOK_SECONDS", "Host", "Seat", "address", "notes_of", "pause", "resu
 Args: TypeAlias = Any  # the host's own; releases differ, so what may be missing is read with getattr
 Value: TypeAlias = Any  # of a setting
 HostSample: TypeAlias = Any  # likewise the host's own
+
+log = logging.getLogger("streamfold")
 
 _NO_LIMIT: Final = ("none", "null", "")
 _UNSET: Final = object()
@@ -194,27 +197,27 @@ class Host(ABC):
 
     def span(self, sample: HostSample, name: str, **attrs: Any) -> AbstractContextManager[Any]:  # noqa: ANN401
         """A span on the host's trace; nothing if it has no such thing."""
-        trace = self._trace
-        if trace is None:
+        trace_span = self._traced_by("trace_span")
+        if trace_span is None:
             return contextlib.nullcontext()
-        span: AbstractContextManager[Any] = trace.trace_span(sample, f"{self.engine}_{name}", attrs=attrs)
+        span: AbstractContextManager[Any] = trace_span(sample, f"{self.engine}_{name}", attrs=attrs)
         return span
 
     def describe(self, span: object, generation: Generation) -> None:
         """Let a span tell what a call brought, if it came to an end."""
-        build, update = (
-            getattr(self._trace, f"build_{self.engine}_meta_trace_attrs", None),
-            getattr(span, "update", None),
-        )
-        if build is not None and update is not None and generation.finish_reason is not None:
+        build = self._traced_by(f"build_{self.engine}_meta_trace_attrs")
+        update = getattr(span, "update", None)
+        if build is None or update is None or generation.finish_reason is None:
+            return
+        try:
             update(build(self.traced(generation)))
+        except Exception:  # its trace is not worth a sample
+            log.exception("the span of a call could not be described")
 
-    @property
-    def _trace(self) -> Any:  # noqa: ANN401  # a module
-        for name in ("observability.trace_utils", "utils.trace_utils"):  # newer and older releases
-            with contextlib.suppress(ModuleNotFoundError):
-                return self.module(name)
-        return None
+    def _traced_by(self, name: str) -> Any:  # noqa: ANN401
+        """One of its helpers for spans, which newer and older releases have in different places."""
+        found = (self.find(module, name) for module in ("observability.trace_utils", "utils.trace_utils"))
+        return next((helper for helper in found if helper is not None), None)
 
 
 @dataclass(eq=False)
