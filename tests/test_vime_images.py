@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from completing import answers
@@ -223,7 +225,28 @@ async def test_a_silent_server_is_left() -> None:
         await until(lambda: server.open == 0)
 
 
+async def test_a_reply_that_cannot_be_decoded_is_an_error_of_ours() -> None:
+    async with serving(answer(b"no gzip", content_encoding="gzip")) as server:
+        with pytest.raises(EngineError, match="no reply from"):
+            await ask(streaming(server), sample_of())
+
+
 # Aborts.
+
+
+async def test_a_failure_that_an_abort_forestalls_is_no_complaint_of_the_event_loop() -> None:
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    ending = asyncio.Event()
+    async with serving([ending, *answer_json(None, 400)]) as server:
+        args = streaming(server)
+        asking = asyncio.ensure_future(ask(args, sample_of()))
+        await until(lambda: server.at(RENDER))
+        ending.set()
+        GenerateState(args).aborted = True
+        assert (await asking).status is Status.ABORTED
+    gc.collect()
+    assert complaints == []
 
 
 async def test_a_cancel_ends_the_request_and_leaves_an_aborted_sample() -> None:
@@ -273,10 +296,21 @@ async def test_without_a_budget_nothing_is_rendered(budget: int) -> None:
 # Releases of the host.
 
 
+@pytest.mark.parametrize("images", [[b"png", b"png"], np.zeros((2, 4, 4, 3), np.uint8)], ids=["a list", "an array"])
+async def test_inputs_may_be_arrays(images: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processing_utils, "encode_image_for_rollout_engine", lambda _: PNG)
+    inputs = {"images": images, "videos": None, "image_grid_thw": np.array([[1, 4, 4]] * 2)}
+    async with serving(answer_json(rendered())) as server:
+        assert (await ask(streaming(server), sample_of(multimodal_inputs=inputs))).status is Status.COMPLETED
+        (render,) = server.at(RENDER)
+    assert [part["type"] for part in render.json["messages"][0]["content"]] == ["text", "image_url", "image_url"]
+
+
 async def test_a_newer_host_makes_the_messages_itself_and_readies_its_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(prompt: str, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         parts = [{"type": "audio_url", "audio_url": {"url": url}} for url in inputs["audio"]]
-        return [{"role": "user", "content": [{"type": "text", "text": prompt}, *parts]}]
+        system = {"role": "system", "content": "be terse"}
+        return [system, {"role": "user", "content": [{"type": "text", "text": prompt}, *parts]}]
 
     async def prime(args: Any, messages: list[dict[str, Any]]) -> None:
         primed.append(messages)
@@ -289,7 +323,7 @@ async def test_a_newer_host_makes_the_messages_itself_and_readies_its_encoders(m
         await ask(streaming(server), sample)
         (render,) = server.at(RENDER)
     assert primed == [render.json["messages"]]
-    assert [part["type"] for part in render.json["messages"][0]["content"]] == ["text", "audio_url", "audio_url"]
+    assert [part["type"] for part in render.json["messages"][1]["content"]] == ["text", "audio_url", "audio_url"]
     assert sample.status is Status.COMPLETED
 
 

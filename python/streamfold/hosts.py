@@ -41,14 +41,25 @@ from streamfold.limits import Limits, Retries, Timeouts
 from streamfold.resume import Resume
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sized
     from contextlib import AbstractContextManager
     from types import ModuleType
 
     from streamfold._core import Experts, Generation
     from streamfold.resume import Extra
 
-__all__ = ["LOOK_SECONDS", "Host", "Seat", "address", "notes_of", "pause", "resume_policy", "seat", "setting"]
+__all__ = [
+    "LOOK_SECONDS",
+    "Host",
+    "Seat",
+    "address",
+    "has_any",
+    "notes_of",
+    "pause",
+    "resume_policy",
+    "seat",
+    "setting",
+]
 
 Args: TypeAlias = Any  # the host's own; releases differ, so what may be missing is read with getattr
 Value: TypeAlias = Any  # of a setting
@@ -91,6 +102,11 @@ def address(host: str, port: int) -> str:
 def notes_of(sample: HostSample) -> dict[str, Any]:
     """A sample's metadata, which may be shared: replace it, never change it."""
     return getattr(sample, "metadata", None) or {}
+
+
+def has_any(inputs: Sized | None) -> bool:
+    """Whether there are any images, or other inputs of a sample; an array of them has no truth value."""
+    return inputs is not None and len(inputs) > 0
 
 
 async def pause(seconds: float, aborted: Callable[[], bool]) -> None:

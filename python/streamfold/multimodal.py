@@ -71,6 +71,8 @@ async def _unless(
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits for it any more
 
 
 async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str
         except asyncio.TimeoutError as error:
             message = f"{url} did not answer within {limits.first_token} s (Timeouts.first_token)"
             raise EngineTimeout(message, phase="first_token") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise EngineError(f"no reply from {url}: {error!r}", retryable=True) from error
     if reply.status_code in _NOT_THERE:
         raise NotImplementedError(

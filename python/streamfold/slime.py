@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from streamfold import host_generate, host_pool, host_rollout, host_source
-from streamfold.hosts import Host
+from streamfold.hosts import Host, has_any
 from streamfold.sample import meta_info
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Slime(Host):
     ) -> Extra:
         """Images with their prompt."""
         del args, seat, headers, aborted
-        images = (sample.multimodal_inputs or {}).get("images")
-        return partial(self._with_images, sample, images) if images else {}
+        images: Any = (sample.multimodal_inputs or {}).get("images")
+        return partial(self._with_images, sample, images) if has_any(images) else {}
 
     def _with_images(self, sample: HostSample, images: Sequence[Any]) -> dict[str, Any]:
         """Give the prompt's text at first; all ids, placeholders included, to go on with a response."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from streamfold import host_generate, host_pool, host_rollout, host_source, multimodal
-from streamfold.hosts import Host
+from streamfold.hosts import Host, has_any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,26 +64,27 @@ class Vime(Host):
         if rendered is None:
             return None
         prompt_ids = sample.tokens[: len(sample.tokens) - sample.response_length]
-        items = sum(part["type"] != "text" for message in messages for part in message["content"])
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        items = sum(part["type"] != "text" for part in parts)
         body = {**model, **multimodal.body_of(rendered, prompt_ids, items)}
         return lambda: {**body, "token_ids": sample.tokens}
 
     def _messages(self, sample: HostSample) -> list[dict[str, Any]] | None:
         """The prompt as messages if it holds more than text."""
-        inputs = {key: value for key, value in (sample.multimodal_inputs or {}).items() if value}
-        media = [key for key in ("images", "videos", "audio") if key in inputs]
+        given = sample.multimodal_inputs or {}
+        media = [key for key in ("images", "videos", "audio") if has_any(given.get(key))]
         if not media:
             return None
         if not isinstance(sample.prompt, str):
             raise ValueError(f"beside {media[0]} the prompt must be a str, not {type(sample.prompt).__name__}")
         build = self.find("utils.processing_utils", "build_multimodal_messages")
         if build is not None:
-            messages: list[dict[str, Any]] = build(sample.prompt, inputs)
+            messages: list[dict[str, Any]] = build(sample.prompt, {key: given[key] for key in media})
             return messages
         if media != ["images"]:
             raise NotImplementedError(f"this release of vime cannot send {', '.join(media)}: a newer one is needed")
         encode = self.module("utils.processing_utils").encode_image_for_rollout_engine
-        images = [{"type": "image_url", "image_url": {"url": encode(image)}} for image in inputs["images"]]
+        images = [{"type": "image_url", "image_url": {"url": encode(image)}} for image in given["images"]]
         return [{"role": "user", "content": [{"type": "text", "text": sample.prompt}, *images]}]
 
     def traced(self, generation: Generation) -> dict[str, Any]:
