@@ -168,17 +168,21 @@ def routed(array: npt.NDArray[Any], shape: list[int] | None, state: State, asked
     """Routed experts in the shape that was asked for; ``shape`` is the one told with them, if one is."""
     if asked.experts is None:
         return array
-    prompt = state.prompt_tokens if asked.prompt_len is None else asked.prompt_len
-    if prompt is None:
-        bad("metadata")
-    rows = max(0, prompt + len(state.ids) - 1 - asked.experts_start)
-    wanted = [rows, asked.experts.num_layers, asked.experts.top_k]
+    wanted = experts_shape(state, asked, asked.experts)
     if math.prod(wanted) != len(array) or shape not in (None, wanted):
         bad("metadata")
     largest = asked.experts.num_experts
     if largest is not None and not all(-1 <= expert < largest for expert in array.tolist()):
         bad("metadata")
     return array.reshape(wanted)
+
+
+def experts_shape(state: State, asked: Asked, experts: ExpertsLike) -> list[int]:
+    prompt = state.prompt_tokens if asked.prompt_len is None else asked.prompt_len
+    if prompt is None:
+        bad("metadata")
+    rows = max(0, prompt + len(state.ids) - 1 - asked.experts_start)
+    return [rows, experts.num_layers, experts.top_k]
 
 
 def take_versions(state: State, version: Any, told_spans: Any, new: int, *, final: bool) -> None:

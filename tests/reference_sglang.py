@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from reference_rules import (
     count,
     decoded,
     double,
+    experts_shape,
     ids_of_set,
     matched_value,
     refuse_if_error,
@@ -263,7 +265,10 @@ def take_experts(state: State, asked: Asked, meta_info: dict[str, Any]) -> None:
     raw = decoded(meta_info["routed_experts"])
     dtype = meta_info.get("routed_experts_dtype")
     if dtype is None:
-        dtype = asked.experts.dtype if asked.experts else "int32"
+        dtype = "int32"
+        # Engines that do not know how another one is asked for send int32.
+        if asked.experts and len(raw) != 4 * math.prod(experts_shape(state, asked, asked.experts)):
+            dtype = asked.experts.dtype
     if type(dtype) is not str or dtype not in EXPERT_DTYPES:
         bad("metadata")
     form = np.dtype(EXPERT_DTYPES[dtype])

@@ -165,6 +165,22 @@ def test_routed_experts_of_each_dtype(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("told", [{}, {"routed_experts_dtype": None}])
+def test_an_engine_that_does_not_know_the_dtype_asked_for_sends_int32(dtype: Any, told: dict[str, Any]) -> None:
+    values = [token % 8 - (token == 0) for token in range(16)]
+    array = fold_routed(routed(values), Shape(2, 2, 8, dtype), **told).reading.routed_experts
+    assert array is not None
+    assert (array.dtype, array.shape, array.ravel().tolist()) == (np.dtype("int32"), (4, 2, 2), values)
+
+
+@pytest.mark.parametrize(("asked", "sent"), [("uint8", "uint16"), ("uint16", "uint8"), ("int32", "uint8")])
+def test_an_untold_dtype_is_never_guessed_from_another_size(asked: Any, sent: str) -> None:
+    folded = fold_routed(routed([1] * 16, sent), Shape(2, 2, 8, asked))
+    assert folded.decode_error is not None
+    assert (folded.decode_error.kind, folded.decode_error.path) == ("metadata", "meta_info.routed_experts")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_without_experts_the_array_is_flat(dtype: Any) -> None:
     array = fold_routed(routed([0, 255, 7], dtype), None, routed_experts_dtype=dtype).reading.routed_experts
     assert array is not None

@@ -26,6 +26,8 @@ class Experts:
 
     ``num_layers`` and ``top_k`` give the shape, ``num_experts`` the range that ids are checked against,
     ``dtype`` the type of one id on the wire (little endian). A dtype that the reply itself tells wins; vLLM's does.
+    An SGLang engine that tells none may not know that another one can be asked for: it sends int32, which is taken
+    too if there are exactly as many bytes.
     """
 
     def __new__(

@@ -88,13 +88,7 @@ pub(crate) fn base64_array<T: Pod>(
     path: &'static str,
 ) -> Result<Vec<T>, Flaw> {
     let at = text.span.start();
-    let encoded: Cow<'_, [u8]> = if text.has_escapes {
-        let mut plain = String::new();
-        unescape(text.span.of(data), &mut plain);
-        Cow::Owned(plain.into_bytes())
-    } else {
-        Cow::Borrowed(text.span.of(data))
-    };
+    let encoded = plain(data, text);
     let bytes =
         STANDARD.decoded_length(&encoded).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
     let size = size_of::<T>();
@@ -118,6 +112,21 @@ pub(crate) fn base64_array<T: Pod>(
     let target = base64_simd::Out::from_slice(bytemuck::cast_slice_mut(&mut numbers));
     STANDARD.decode(&encoded, target).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
     Ok(numbers)
+}
+
+/// How many bytes a base64 text stands for, if it is one.
+pub(crate) fn base64_length(data: &[u8], text: RawStr) -> Option<usize> {
+    STANDARD.decoded_length(&plain(data, text)).ok()
+}
+
+fn plain(data: &[u8], text: RawStr) -> Cow<'_, [u8]> {
+    if text.has_escapes {
+        let mut plain = String::new();
+        unescape(text.span.of(data), &mut plain);
+        Cow::Owned(plain.into_bytes())
+    } else {
+        Cow::Borrowed(text.span.of(data))
+    }
 }
 
 pub(crate) fn damaged(at: usize, path: &'static str, message: impl Into<Cow<'static, str>>) -> Flaw {

@@ -1,6 +1,6 @@
 //! What rides beside the tokens of an SGLang event.
 
-use crate::arrays::{base64_array, damaged, int32_array};
+use crate::arrays::{base64_array, base64_length, damaged, int32_array};
 use crate::error::Flaw;
 use crate::field::Value;
 use crate::generation::{Generation, RoutedExperts, TopP};
@@ -47,8 +47,16 @@ fn experts(
     generation: &Generation,
 ) -> Result<(RoutedExperts, Option<usize>), Flaw> {
     let at = fields.routed_experts.at();
+    let told = fields.prompt_tokens.get().or(generation.prompt_tokens);
+    let shape = ExpertShape::of(options, told, arrivals.total(), at, EXPERTS)?;
     let dtype = match fields.routed_experts_dtype.value {
-        Value::Absent | Value::Null => options.experts.map_or(Dtype::Int32, |experts| experts.dtype),
+        Value::Absent | Value::Null => {
+            // Older engines do not know the key by which another dtype is asked for, and routers drop it.
+            let is_int32 = shape.as_ref().is_some_and(|shape| {
+                shape.numbers.checked_mul(size_of::<i32>()).is_some_and(|size| base64_length(data, text) == Some(size))
+            });
+            options.experts.filter(|_| !is_int32).map_or(Dtype::Int32, |experts| experts.dtype)
+        }
         Value::Is(raw) => {
             let name = decode(data, raw);
             Dtype::from_name(&name)
@@ -56,8 +64,6 @@ fn experts(
         }
         Value::Wrong => return Err(damaged(fields.routed_experts_dtype.at(), DTYPE, "a string was expected")),
     };
-    let told = fields.prompt_tokens.get().or(generation.prompt_tokens);
-    let shape = ExpertShape::of(options, told, arrivals.total(), at, EXPERTS)?;
     let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
     let ids = match dtype {
         Dtype::Int32 => RoutedExperts::Int32(base64_array(data, text, expected, EXPERTS)?),
