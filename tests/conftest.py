@@ -7,6 +7,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from speaking import Speech
+
+hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("patient")
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

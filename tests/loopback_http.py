@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from streamfold.loopback.wire import Reply
 
 PROMPT = [300, 301, 302]
-LIMIT = 20.0  # seconds after which something hangs
+LIMIT = 60.0  # seconds after which something hangs
 # No proxy, and no certificates to load for each request: all is plain HTTP on this machine.
 PLAIN: dict[str, Any] = {"timeout": LIMIT, "trust_env": False, "verify": False}
 

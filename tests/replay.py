@@ -273,7 +273,7 @@ def dripped(steps: Iterable[Step], size: int = 1, pause: float = 0.0) -> Iterato
             yield step
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait for something that is bound to come."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():

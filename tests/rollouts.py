@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from streamfold.buffer import Buffer
 
 Status = Sample.Status
-LIMIT = 20.0  # seconds after which something hangs
+LIMIT = 60.0  # seconds after which something hangs
 
 
 def groups_of(count: int, size: int = 2, first: int = 0) -> list[list[Sample]]:

@@ -97,6 +97,8 @@ async def test_an_abort_in_a_burst_of_starts_lets_no_request_leave_afterwards_an
 
                 async with nothing_is_left(site, client):
                     submitting = asyncio.ensure_future(submit())
+                    if not left:  # however slow the machine is, the first burst gets somewhere
+                        await until(lambda: left)
                     await asyncio.sleep(dice.uniform(0, 0.1))
                     aborting, before = True, len(left)
                     await client.abort_all()
@@ -108,4 +110,3 @@ async def test_an_abort_in_a_burst_of_starts_lets_no_request_leave_afterwards_an
                     n = len(generation.token_ids)
                     assert generation.token_ids.tolist() == wanted[i % SEEDS].token_ids[:n]
         assert set(site.asked()) <= set(left) == site.told()
-        assert left, "it was always over before it began"

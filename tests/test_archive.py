@@ -173,7 +173,6 @@ TREES = st.recursive(
 @settings(
     max_examples=20_000 if SOAK else 150,
     derandomize=not SOAK,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

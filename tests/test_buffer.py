@@ -395,6 +395,5 @@ TestAnyOrder.settings = settings(
     max_examples=3_000 if SOAK else 60,
     stateful_step_count=30,
     derandomize=not SOAK,
-    deadline=None,
     database=None,
 )

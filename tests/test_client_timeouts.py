@@ -27,6 +27,7 @@ from replay import (
     until,
 )
 from streamfold import Client, EngineTimeout, Retries, Timeouts
+from streamfold.limits import Deadline
 from unreachable import first_bytes, full_house
 
 if TYPE_CHECKING:
@@ -197,6 +198,17 @@ async def test_an_abort_while_connecting_returns_at_once_and_no_request_leaves_a
         received = await accepting
         assert received, "nobody came: this tests nothing"
         assert not any(received)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 1e-4, 1e-3])
+async def test_a_deadline_that_is_due_at_once_may_still_move(seconds: float) -> None:
+    """uvloop's handle of a call that is due at once does not tell when that is."""
+    expired = asyncio.Event()
+    deadline = Deadline(expired.set)
+    for after in (seconds, seconds / 2, 60.0, seconds):
+        deadline.set(after)
+    await asyncio.wait_for(expired.wait(), 10)
+    deadline.set(None)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ SOAK = "--soak" in sys.argv or os.environ.get("STREAMFOLD_SOAK", "0") not in (""
 examples = settings(
     max_examples=5_000 if SOAK else 60,
     derandomize=not SOAK,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -117,13 +117,14 @@ class Deadline:
         self._loop = asyncio.get_running_loop()
         self._when = math.inf
         self._late = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._fires = math.inf
 
     def set(self, seconds: float | None) -> None:
         """Expire in so many seconds from now; None: never."""
         self._late = False
         self._when = math.inf if seconds is None else self._loop.time() + seconds
-        if self._timer is None or self._when < self._timer.when():
+        if self._when < self._fires:
             self._start(self._when)
         elif seconds is None:
             self._start(math.inf)
@@ -131,10 +132,11 @@ class Deadline:
     def _start(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._fires = when  # not the timer's word: uvloop's has none if it is to fire at once
         self._timer = self._loop.call_at(when, self._fire) if when < math.inf else None
 
     def _fire(self) -> None:
-        self._timer = None
+        self._timer, self._fires = None, math.inf
         if self._loop.time() < self._when:
             self._start(self._when)
         elif not self._late:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from host.slime.utils.types import Sample
 
-LIMIT = 20.0  # seconds after which something hangs
+LIMIT = 60.0  # seconds after which something hangs
 
 
 def nowhere(**settings: Any) -> SimpleNamespace:
