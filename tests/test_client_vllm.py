@@ -160,6 +160,17 @@ async def test_an_engine_that_cannot_be_told_works_for_nobody_once_the_socket_is
             assert {(await call).finish_reason for call in calls} <= {None, "abort"}
 
 
+async def test_a_request_id_of_the_callers_own_headers_does_not_take_the_place_of_ours() -> None:
+    """By that one an abort would name the request, which this engine would not end for a closed socket."""
+    with Loopback(engine="vllm", token_rate=200, stop_probability=0, leave_delay=None) as engine:
+        async with Client(engine.url, engine="vllm", headers={"X-Request-ID": "a trace"}) as client:
+            call = client.start(PROMPT, LONG, headers={"x-request-id": "another"})
+            await until(lambda: call.token_count)
+            generation = await call.abort()
+            assert generation.meta["request_id"] == f"generate-tokens-{call.rid}"
+            assert await client.load() == 0
+
+
 async def test_the_load_is_asked_of_the_next_place_where_there_are_no_metrics() -> None:
     routes = {"/load": answer_json({"server_load": 4})}
     async with VLLM.replay(routes=routes) as server, VLLM.client(server.url) as client:

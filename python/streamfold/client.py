@@ -253,10 +253,12 @@ class Client:
             return Attempt(rid, parser, transport=self._transport(), control=session.control, timeouts=self._timeouts)
 
         def request(rid: str) -> httpx.Request:
+            named = merged.copy()
+            named.update(engine.headers(rid))  # in place of a caller's own: of two of a name servers take the first
             return httpx.Request(
                 "POST",
                 self._base + engine.path,
-                headers=[*merged.multi_items(), *engine.headers(rid).items()],
+                headers=named,
                 content=body if rid == first else engine.rename(body, first, rid),
                 extensions={"timeout": {"connect": self._timeouts.connect}},  # the other phases are Attempt's
             )
