@@ -193,6 +193,38 @@ async def test_a_server_is_asked_what_it_is(there: dict[str, Any], engine: str) 
             assert client.engine == engine
 
 
+BUSY = (503, {"error": "The model is currently scaling. Please try again later."})
+OF_VLLM = {"/version": {"version": "0.32.0"}}
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        {**OF_VLLM, "/inference/v1/generate": BUSY},
+        {**OF_VLLM, "/inference/v1/generate": (429, "later")},
+        {**OF_VLLM, "/inference/v1/generate": (500, "EngineCore encountered an issue.")},
+        # SGLang has this one too.
+        {"/model_info": BUSY, "/get_model_info": BUSY, "/v1/models": {"data": []}},
+        {"/model_info": BUSY, "/get_model_info": BUSY},
+    ],
+)
+async def test_a_server_that_is_busy_when_it_is_asked_what_it_is_is_not_guessed_at(there: dict[str, Any]) -> None:
+    """Nothing else is known of it then, and a wrong guess would last as long as the client."""
+    routes = {}
+    for path, told in there.items():
+        status, body = told if isinstance(told, tuple) else (200, told)
+        routes[path] = answer_json(body, status)
+    async with Replay(answer_json({"detail": "Not Found"}, 404), routes=routes) as server:
+        client = Client(server.url, engine="auto")
+        with pytest.raises(EngineError) as busy:
+            await client.discover()
+        assert busy.value.retryable
+        assert client.engine == "auto"
+        server.routes |= {"/model_info": answer_json({"model_path": "m"})}
+        assert await client.discover() == "sglang"
+        await client.aclose()
+
+
 async def test_a_server_that_is_neither_is_an_error_and_not_a_guess() -> None:
     async with Replay(answer_json({"detail": "Not Found"}, 404)) as server:
         client = Client(server.url, engine="auto")

@@ -390,8 +390,9 @@ async def discover(
         workers: gives the base URLs of the engines behind it, or its own.
 
     Raises:
-        EngineError: it cannot be reached, does not let us in, or is none of those that are known.
+        EngineError: it cannot be reached, is busy, does not let us in, or is none of those that are known.
     """
+    busy: list[EngineError] = []  # what another moment may answer otherwise tells nothing of what is there
 
     async def status(method: str, base: str, path: str, body: dict[str, Any] | None = None) -> int:
         try:
@@ -399,22 +400,33 @@ async def discover(
         except EngineError as error:
             if error.status in (None, 401):
                 raise
+            if error.retryable:
+                busy.append(error)
             return error.status
         return 200
 
     async def first_of(bases: Iterable[str]) -> Engine | None:
         for one in bases:
+            before = len(busy)
             if await status("GET", one, "/model_info") == 200 or await status("GET", one, "/get_model_info") == 200:
                 return Sglang()
-            if await status("GET", one, "/version") == 200 or await status("GET", one, "/v1/models") == 200:
+            # The second one SGLang has too.
+            if await status("GET", one, "/version") == 200 or (
+                len(busy) == before and await status("GET", one, "/v1/models") == 200
+            ):
                 # A request without anything is refused with another status where the endpoint is there.
-                is_there = await status("POST", base, Vllm.path, {}) in (400, 422)
-                return Vllm() if is_there else VllmCompletions()
+                told = await status("POST", base, Vllm.path, {})
+                if told in (400, 422):
+                    return Vllm()
+                if told in (403, 404, 405):
+                    return VllmCompletions()
         return None
 
     found = await first_of([base]) or await first_of(worker for worker in await workers() if worker != base)
     if found is not None:
         return found
+    if busy:
+        raise busy[0]
     raise EngineError("the server is neither SGLang nor vLLM, as far as it tells: name the engine")
 
 
