@@ -78,6 +78,7 @@ def test_completions_are_asked_for_with_token_ids_in_them() -> None:
         ({"stop": ["END"], "no_stop_trim": True}, {"stop": ["END"], "include_stop_str_in_output": True}),
         ({"max_tokens": 5, "seed": 3}, {"max_tokens": 5, "seed": 3}),
         ({"stop": None, "stop_token_ids": None, "temperature": None}, {}),
+        ({"regex": None, "stop_regex": None, "beam_width": None}, {}),
         ({"top_k": 20}, {"top_k": 20}),
         ({"top_k": -1}, {"top_k": -1}),
         ({"top_k": 0}, {}),
@@ -97,7 +98,8 @@ def test_sampling_parameters_go_under_vllms_names(given: dict[str, Any], sent: d
     ("params", "word"),
     [
         ({"max_tokens": 5, "max_new_tokens": 5}, "two names"),
-        ({"json_schema": "{}"}, "structured_outputs"),
+        *[({name: 2}, f"parameter {name}") for name in ("json_schema", "regex", "ebnf", "structural_tag")],
+        *[({name: 2}, f"parameter {name}") for name in ("stop_regex", "beam_width")],
         ({"temperature": float("nan")}, "temperature"),
     ],
 )

@@ -260,7 +260,7 @@ class Vllm(Engine):
     }
     aliases: ClassVar[Mapping[str, str]] = {theirs: ours for ours, theirs in _RENAMED.items()}
     # vLLM passes over what it does not know without a word.
-    _UNKNOWN: Final = ("ebnf", "json_schema", "regex", "structural_tag")
+    _UNKNOWN: Final = ("beam_width", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
         """Demand a budget: without one some releases stop at 16 tokens, others at the end of their context."""
@@ -287,7 +287,7 @@ class Vllm(Engine):
         """Give the parameters under vLLM's names. Null is no value there."""
         params: dict[str, Any] = {}
         for name, value in self.canonical(_finite(sampling_params)).items():
-            if name in self._UNKNOWN:
+            if name in self._UNKNOWN and value is not None:
                 raise ValueError(f"vLLM has no sampling parameter {name}, and would not say so: see structured_outputs")
             known = self._RENAMED.get(name, name)
             every = known == "top_k" and not (value == -1 or 0 < (value or 0) < _ALL_TOKENS)
