@@ -63,7 +63,8 @@ def test_completions_are_asked_for_with_token_ids_in_them() -> None:
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     assert payload(engine=COMPLETIONS, input_ids=None, extra={"text": "Hi"})["prompt"] == "Hi"
-    for wrong in ({"top_p": True}, {"experts": Experts(2, 1)}):
+    replay = {"max_new_tokens": 5, "custom_params": {"return_top_p_token_ids": True}}
+    for wrong in ({"top_p": True}, {"experts": Experts(2, 1)}, {"sampling_params": replay}):
         with pytest.raises(ValueError, match="engine='vllm'"):
             payload(engine=COMPLETIONS, **wrong)
     with pytest.raises(ValueError, match="no prompt"):

@@ -215,9 +215,7 @@ class Sglang(Engine):
 
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
         """Whether routed experts or top-p ids were asked for: an abort's last event brings them."""
-        custom = payload["sampling_params"].get("custom_params")
-        top_p = isinstance(custom, dict) and bool(custom.get("return_top_p_token_ids"))
-        return top_p or bool(payload.get("return_routed_experts"))
+        return _asks_top_p(payload["sampling_params"]) or bool(payload.get("return_routed_experts"))
 
     def aborts(self, rid: str) -> Sequence[Post]:
         """Give the one POST; the engine matches ``rid`` by prefix."""
@@ -347,7 +345,7 @@ class VllmCompletions(Vllm):
 
     def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""
-        if asked.top_p or asked.experts is not None:
+        if asked.top_p or _asks_top_p(sampling_params) or asked.experts is not None:
             raise ValueError("/v1/completions streams neither sampling masks nor routed experts: use engine='vllm'")
         params = self._params(sampling_params)
         if asked.logprobs:
@@ -463,8 +461,7 @@ def _requests(load: object) -> int:
 
 def expects_top_p(params: Mapping[str, Any]) -> bool:
     """Whether top-p ids are asked for, and something narrows the choice: otherwise the engine has none to send."""
-    custom = params.get("custom_params")
-    if not isinstance(custom, dict) or not custom.get("return_top_p_token_ids"):
+    if not _asks_top_p(params):
         return False
     top_k = params.get("top_k") or -1
     return (
@@ -473,6 +470,11 @@ def expects_top_p(params: Mapping[str, Any]) -> bool:
         or _or(params.get("min_p"), 0) > 0
         or params.get("temperature") == 0
     )
+
+
+def _asks_top_p(params: Mapping[str, Any]) -> bool:
+    custom = params.get("custom_params")
+    return isinstance(custom, dict) and bool(custom.get("return_top_p_token_ids"))
 
 
 def _or(value: float | None, default: float) -> float:
