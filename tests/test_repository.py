@@ -49,6 +49,7 @@ ORDER = (
     "call",
     "attempt",
     "abort",
+    "discovery",
     "engines",
     "replies",
     "connection",

@@ -15,7 +15,8 @@ from streamfold._core import Generation, Parser, __version__
 from streamfold.abort import Control
 from streamfold.attempt import Attempt
 from streamfold.call import Call, RetryLog
-from streamfold.engines import ENGINES, Asked, Sglang, discover, token_array
+from streamfold.discovery import discover
+from streamfold.engines import ENGINES, Asked, Sglang, token_array
 from streamfold.limits import Limits, Retries, Slots, Timeouts, check_seconds
 from streamfold.transport import chosen
 from streamfold.urls import base_url as normalised
