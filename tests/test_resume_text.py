@@ -9,8 +9,10 @@ import pytest
 
 from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, PROMPT, Replay, event, stream
+from speaking import SGLANG, VLLM
 from streamfold import Client, StreamTruncated
-from streamfold.loopback import Loopback
+from streamfold.engines import ENGINES
+from streamfold.loopback import Faults, Loopback
 from streamfold.resume import complete
 from streamfold.sample import Sample, merge
 
@@ -133,3 +135,44 @@ async def test_a_text_of_parts_is_told_anew_though_the_last_call_brings_no_token
         await complete(client, sample, {"max_new_tokens": 8})
     assert (sample.response, sample.tokens[len(PROMPT) :]) == ("🙂", smile)
     assert (sample.status, sample.metadata) == (Sample.Status.COMPLETED, {"resumed": 1})
+
+
+@pytest.mark.parametrize("tokenizer", [True, False], ids=["tokenizer", "none"])
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "vllm-completions"])
+@pytest.mark.parametrize("shown", [True, False], ids=["shown", "trimmed"])
+async def test_a_stop_string_that_a_cut_falls_into_ends_the_response_as_without_the_cut(
+    kind: Any, *, tokenizer: bool, shown: bool
+) -> None:
+    """Half a character shows in no engine's text, and some hold back what may become a stop string."""
+    speech = SGLANG if kind == "sglang" else VLLM
+    with speech.loopback(stop_probability=0) as engine:
+        plain: dict[str, Any] = {"max_new_tokens": 40, "sampling_seed": 0}
+        if shown:
+            plain["no_stop_trim"] = True
+        text = engine.tokenizer.decode(speech.undisturbed(engine, PROMPT, plain).token_ids)
+        torn = next(i for i, character in enumerate(text) if ord(character) > 0xFFFF)  # four tokens
+        stops = [text[torn], text[torn - 1 : torn + 1], text[torn : torn + 2], "e " + text[text.index("e ") + 2]]
+        async with Client(
+            engine.url, engine=kind, tokenizer=engine.tokenizer if tokenizer else None, retries=SOON
+        ) as client:
+            for stop in stops:
+                params = {**plain, "stop": [stop]}
+                told = speech.undisturbed(engine, PROMPT, params)
+                assert told.finish == {"type": "stop", "matched": stop}
+                for after_events in range(1, len(told.token_ids)):
+                    path = ENGINES[kind].path
+                    engine.faults = Faults([{"kind": "cut", "after_events": after_events, "times": 1, "path": path}])
+                    sample = await completed(client, sample_of(**params))
+                    assert sample.tokens == [*PROMPT, *told.token_ids], f"{stop!r} cut after {after_events}"
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "vllm-completions"])
+async def test_a_cut_far_from_any_stop_string_is_gone_on_with(kind: Any) -> None:
+    """With a tokenizer the text is known, so that no token has to be asked for twice."""
+    speech = SGLANG if kind == "sglang" else VLLM
+    faults = Faults([{"kind": "cut", "after_events": 5, "times": 1, "path": ENGINES[kind].path}])
+    with speech.loopback(stop_probability=0, faults=faults) as engine:
+        async with Client(engine.url, engine=kind, tokenizer=engine.tokenizer, retries=SOON) as client:
+            sample = await completed(client, sample_of(max_new_tokens=40, stop=["\U0001f642 never said", "nor that"]))
+            assert sample.metadata["resumed"] == 1
+    assert "restarted_tokens" not in sample.metadata

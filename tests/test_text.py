@@ -103,3 +103,20 @@ def test_a_stop_string_is_found_whole_or_begun(
     text: str, params: dict[str, Any], found: tuple[int | None, bool]
 ) -> None:
     assert has_stopped_at(text, params) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "within"),
+    [
+        ("ab\ufffd", True, True),  # of the emoji, for all that is known
+        ("a\ufffd", True, False),
+        ("ab", False, True),
+        ("a", False, False),
+        ("ab", True, True),
+        ("", True, False),
+    ],
+)
+def test_a_part_of_a_character_may_become_one_of_a_stop_string(text: str, *, whole: bool, within: bool) -> None:
+    assert has_stopped_at(text, {"stop": ["b\U0001f642"]}, whole=whole) == (None, within)
+    assert has_stopped_at(text, {"stop": ["\U0001f642"]}, whole=whole).within is (not whole or "\ufffd" in text)
+    assert has_stopped_at(text.replace("b", ""), {"stop": ["bc"]}, whole=whole) == (None, False)

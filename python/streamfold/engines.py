@@ -68,6 +68,7 @@ class Engine(ABC):
         budget_first: whether a response that is full counts as truncated, whatever else would have ended it.
         stops_after_minimum: whether stop strings are looked for only behind the minimum of tokens.
         masks_unasked: whether top-p ids may come without having been asked for: the server is told, not the request.
+        text_lags: whether tokens come before their text where that may become a stop string.
     """
 
     name: ClassVar[str]
@@ -80,6 +81,7 @@ class Engine(ABC):
     budget_first: ClassVar[bool] = False
     stops_after_minimum: ClassVar[bool] = False
     masks_unasked: ClassVar[bool] = False
+    text_lags: ClassVar[bool] = False
     workers_path: Final = "/workers"
 
     def canonical(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,6 +343,7 @@ class VllmCompletions(Vllm):
     name = "vllm-completions"
     dialect = "vllm-completions"
     path = "/v1/completions"
+    text_lags = True
 
     def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from streamfold.engines import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.sample import KNOWN_TEXT, check_ready, merge, note, restart
-from streamfold.text import has_stopped_at, whole_text
+from streamfold.text import Stop, has_stopped_at, whole_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -279,12 +279,13 @@ class _Completion:
         sample = self.sample
         if self.has_ended:
             return True
-        if (ended_as := self._ended_as()) is not None:
+        stop = self._stop()
+        if (ended_as := self._ended_as(stop)) is not None:
             sample.status = type(sample.status)[ended_as]
             if not self._lacks_experts():
                 return True
             restart(sample)  # no later call will bring them
-        elif sample.response_length and (len(sample.tokens) == sample.response_length or self._may_stop_across()):
+        elif sample.response_length and (len(sample.tokens) == sample.response_length or stop.within):
             restart(sample)
         return False
 
@@ -293,19 +294,29 @@ class _Completion:
         """Whether the response ends where a call was cut. A pending one has turns that are over, and maybe a tool's."""
         return bool(self.sample.status.name == "ABORTED")
 
-    def _may_stop_across(self) -> bool:
-        """Whether a stop string may lie across the cut. An engine looks for them in what it generates itself."""
-        if not self._was_cut or not self.params.get("stop"):
-            return False
-        unknown = self.tokenizer is None and not self.sample.response  # no text has come, and none can be made
-        return unknown or self._stops_later or has_stopped_at(self.sample.response, self.params).within
+    def _stop(self) -> Stop:
+        """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
+        sample, params = self.sample, self.params
+        if not self._was_cut or not sample.response_length or not params.get("stop"):
+            return Stop(None, within=False)
+        unknown = Stop(None, within=True)
+        if self._stops_later:
+            return unknown
+        if self.tokenizer is not None:
+            known = self._known_text
+            text = whole_text(sample, self.tokenizer, params, known=known, last=None, matched=None)
+            if text is not None:
+                return has_stopped_at(text, params)
+        lags = self.client.ways.text_lags and not params.get("no_stop_trim")
+        # Without a text of the engine's, or without its end, and none can be made.
+        return unknown if lags or not sample.response else has_stopped_at(sample.response, params, whole=False)
 
     @property
     def _stops_later(self) -> bool:
         """Whether stop strings count only behind some tokens."""
         return self.client.ways.stops_after_minimum and bool(self.params.get("min_new_tokens"))
 
-    def _ended_as(self) -> str | None:
+    def _ended_as(self, stop: Stop) -> str | None:
         """What a cut response amounts to, if it has come to its end all the same."""
         sample, params = self.sample, self.params
         limit = params.get("max_new_tokens")
@@ -322,9 +333,8 @@ class _Completion:
         if not params.get("ignore_eos") and last in self.ends.union(params.get("stop_token_ids") or ()):
             self._retell(self._known_text, None, last)
             return "COMPLETED"
-        if not self._stops_later and has_stopped_at(sample.response, params).end is not None:
+        if stop.end is not None:
             self._retell(self._known_text, None, None)
-            stop = has_stopped_at(sample.response, params)
             sample.response = sample.response[: stop.end]
             return "COMPLETED"
         if full:

@@ -38,15 +38,26 @@ class Stop(NamedTuple):
     within: bool
 
 
-def has_stopped_at(text: str, params: Mapping[str, Any]) -> Stop:
-    """Look for the stop strings of some sampling parameters."""
+def has_stopped_at(text: str, params: Mapping[str, Any], *, whole: bool = True) -> Stop:
+    """Look for the stop strings of some sampling parameters.
+
+    Args:
+        text: what has been generated. U+FFFD at its end is a character of which only a part has come.
+        params: the sampling parameters.
+        whole: whether the text is that of all tokens. If not, such a part of a character may be missing at its end.
+    """
     told = params.get("stop") or []
     stops = [stop for stop in ([told] if isinstance(told, str) else told) if stop]
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         at, stop = min(found)
         return Stop(at + len(stop) if params.get("no_stop_trim") else at, within=False)
-    return Stop(None, any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop))))
+    complete = text.rstrip("\ufffd")
+    half = not whole or complete != text
+    begun = [(stop, size) for stop in stops for size in range(len(stop)) if complete.endswith(stop[:size])]
+    return Stop(
+        None, any((size > 0 and complete == text) or (half and not stop[size].isascii()) for stop, size in begun)
+    )
 
 
 def whole_text(
