@@ -120,6 +120,8 @@ def test_in_text_mode_a_text_that_looks_like_an_id_is_a_text() -> None:
         reading = folded(event([7], text="x", logprobs={"content": content}, top={"output_mode": mode}), aborted=True)
         assert (reading.error is None) == is_good
     text = fields([7], text="x", logprobs={"content": content}, top={"output_mode": "text"})
+    escaped = sse(text).replace(b'"output_mode":"text"', b'"output_mode":"te\\u0078t"')
+    assert folded(escaped, aborted=True).reading.text == "x"
     late_key = {"choices": text["choices"], "output_mode": "text"}
     assert folded(sse(late_key), aborted=True).reading.text == "x"
 

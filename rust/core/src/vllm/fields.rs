@@ -3,6 +3,7 @@
 use crate::faults::ErrorKeys;
 use crate::field::{Field, List, RawMatched};
 use crate::json::{RawStr, Span};
+use crate::text::name;
 
 /// One event.
 #[derive(Clone, Copy, Debug)]
@@ -74,7 +75,7 @@ impl Fields {
     };
 
     pub(super) fn is_text_mode(&self, data: &[u8]) -> bool {
-        self.output_mode.get().is_some_and(|mode| mode.span.of(data) == b"text")
+        self.output_mode.get().is_some_and(|mode| *name(data, mode) == *b"text")
     }
 
     pub(super) fn weight_version(&self) -> Option<Span> {
