@@ -10,7 +10,7 @@ import pytest
 
 import bodies_vllm
 from completing import SOON, answers, completed, cut, sample_of
-from replay import DONE, HANG, PROMPT, chunk, head, stream, until
+from replay import DONE, HANG, PROMPT, RST, answer_json, chunk, head, stream, until
 from speaking import SGLANG, VLLM, Speech
 from streamfold import Client, Retries, StreamTruncated
 from streamfold.sample import Sample
@@ -111,6 +111,27 @@ async def test_a_sample_that_waits_for_its_next_call_is_not_asked_for_after_an_a
         task = asyncio.ensure_future(completed(client, sample))
         await until(lambda: sample.response_length == 2)
         await asyncio.sleep(0)
+        await getattr(client, end)()
+        await asyncio.wait_for(task, 5)
+        assert client._session is None or end == "abort_all", "a closed client has opened itself again"
+        await client.aclose()
+        assert len(server.generates) == 1
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], ABORTED)
+
+
+@pytest.mark.parametrize("moment", ["while the engine is told", "as it ends"])
+@pytest.mark.parametrize("end", ["abort_all", "aclose"])
+async def test_a_sample_whose_call_has_failed_and_is_being_cleared_away_is_not_asked_for_after_an_abort_of_all(
+    speech: Speech, end: str, moment: str
+) -> None:
+    async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
+        server.routes[speech.path] = answers(stream(speech.part([10, 11]), end=RST), speech.whole)
+        client = speech.client(server.url, retries=SOON)
+        sample = sample_of()
+        task = asyncio.ensure_future(completed(client, sample))
+        await until(lambda: server.aborts)
+        for _ in iter(lambda: bool(client.running) and moment == "as it ends", False):
+            await asyncio.sleep(0)  # so as to be there before whoever waits for the call
         await getattr(client, end)()
         await asyncio.wait_for(task, 5)
         assert client._session is None or end == "abort_all", "a closed client has opened itself again"

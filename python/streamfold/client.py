@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import httpx
 import numpy as np
@@ -138,7 +139,7 @@ class Client:
         self._clamped: Literal["raise", "keep"] = clamped
         self._transport = chosen(transport, limits.calls)
         self._retry_log = RetryLog()
-        self._resting: set[asyncio.Future[None]] = set()
+        self._watched: WeakSet[asyncio.Future[None]] = WeakSet()
         self._session: _Session | None = None
 
     @property
@@ -317,7 +318,7 @@ class Client:
         """Abort every call that has not ended, as :meth:`Call.abort` does, and wait until all have.
 
         Drains that are under way are left alone. Other clients of the same engine are not affected. Samples that are
-        being completed and wait for their next call are not asked for again.
+        being completed are not asked for again, whatever their last call came to.
         """
         self._wake()
         calls = list(self._bound().calls.values())
@@ -409,20 +410,16 @@ class Client:
         merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
         return merged
 
-    async def rest(self, seconds: float) -> bool:
-        """Wait between two calls for a sample. False if all calls have been aborted, or the client closed."""
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._resting.add(woken)
-        try:
-            await asyncio.wait({woken}, timeout=seconds)
-        finally:
-            self._resting.discard(woken)
-        return not woken.done()
+    def swept(self) -> asyncio.Future[None]:
+        """Give a future that is done once all calls have been aborted, or the client closed. Hold on to it."""
+        swept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watched.add(swept)
+        return swept
 
     def _wake(self) -> None:
-        for woken in self._resting:
-            if not woken.done() and not woken.get_loop().is_closed():
-                woken.set_result(None)
+        for swept in list(self._watched):
+            if not swept.done() and not swept.get_loop().is_closed():
+                swept.set_result(None)
 
     @property
     def ways(self) -> Engine:

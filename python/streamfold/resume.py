@@ -112,11 +112,12 @@ async def complete(
         return sample
     check_ready(sample)
     work.check()
-    failures = 0
+    failures, swept = 0, client.swept()
     for tries_left in itertools.count(client.retries.tries - 1, -1):
         if work.settle():
             return sample
         generation, error, cut_here = await work.ask()
+        cut_here = cut_here or swept.done()
         if aborted is not None and aborted():
             cut_here = True
             if isinstance(error, StreamTruncated):  # vLLM up to 0.31 ends so what was aborted
@@ -141,7 +142,7 @@ async def complete(
             raise error
         _LOGGER.info("sample %s goes on from token %s after: %s", sample.index, sample.response_length, error)
         failures = 1 if len(generation.token_ids) else failures + 1
-        if cut_here or not await _pause(client, client.retries.pause(failures), aborted):
+        if cut_here or not await _pause(client.retries.pause(failures), swept, aborted):
             return sample  # an abort is a result
         note(sample, resumed=1)
     raise AssertionError  # the count has no end
@@ -201,7 +202,7 @@ class _Completion:
         try:
             return await call, None, call.aborting
         except StreamfoldError as error:
-            return await call.abort(), error, False  # at once: it has ended
+            return await call.abort(), error, call.aborting  # at once: it has ended
         except BaseException as because:
             generation = await call.abort()
             if _is_damaged(call.error, generation):
@@ -378,14 +379,13 @@ def _worth_another_try(error: StreamfoldError, generation: Generation) -> bool:
     return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and len(generation.token_ids) > 0
 
 
-async def _pause(client: Client, seconds: float, aborted: Callable[[], bool] | None) -> bool:
+async def _pause(seconds: float, swept: asyncio.Future[None], aborted: Callable[[], bool] | None) -> bool:
     """Wait before a sample is gone on with; whether it still is to be."""
     clock = asyncio.get_running_loop().time
     until = clock() + seconds
     while (left := until - clock()) > 0:
-        if not await client.rest(left if aborted is None else min(left, _LOOK_SECONDS)):
-            return False
-        if aborted is not None and aborted():
+        await asyncio.wait({swept}, timeout=left if aborted is None else min(left, _LOOK_SECONDS))
+        if swept.done() or (aborted is not None and aborted()):
             return False
     return True
 
