@@ -52,6 +52,23 @@ async def test_a_budget_is_kept_to_whatever_integer_it_is_and_under_either_name(
     assert params == {names[0]: number(5), names[1]: number(4)}
 
 
+async def test_where_only_the_models_own_end_can_be_ignored_a_stop_token_that_came_with_an_abort_is_an_end() -> None:
+    """SGLang ignores the tokens that were given, too; vLLM does not."""
+    aborted = stream(VLLM.part([10, 9], finish="abort"), DONE)
+    async with VLLM.replay(answers(aborted)) as server, VLLM.client(server.url, retries=SOON) as client:
+        sample = await completed(client, sample_of(ignore_eos=True, stop_token_ids=[9]))
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 9], COMPLETED)
+
+
+@pytest.mark.parametrize("params", [{}, {"stop": ["zz"]}, {"stop_token_ids": [9]}, {"ignore_eos": True}])
+async def test_the_end_that_vllm_does_not_name_is_learned_where_it_can_be_no_other(params: dict[str, Any]) -> None:
+    ended = stream(VLLM.part([8, 9], finish="stop"), DONE)
+    ends: set[int] = set()
+    async with VLLM.replay(answers(ended)) as server, VLLM.client(server.url, retries=SOON) as client:
+        await completed(client, sample_of(**params), stop_ids=ends)
+    assert ends == (set() if params else {9})
+
+
 async def test_without_a_text_a_response_cut_where_a_stop_string_may_be_starts_again() -> None:
     whole = stream(VLLM.part([10, 11, 12], finish="stop"), DONE)
     async with (

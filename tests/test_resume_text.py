@@ -88,6 +88,24 @@ async def test_an_engine_without_text_shows_no_stop_token_that_one_with_text_wou
     assert sample.response.endswith("<|im_end|>") is not trims
 
 
+@pytest.mark.parametrize("speech", [SGLANG, VLLM], ids=repr)
+@pytest.mark.parametrize("more", [{}, {"no_stop_trim": True}, {"skip_special_tokens": True}])
+async def test_an_end_that_an_abort_brought_is_shown_as_one_that_nobody_disturbed(
+    speech: Speech, more: dict[str, Any]
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 400, "temperature": 0, "skip_special_tokens": False, **more}
+    with speech.loopback(stop_probability=1 / 20) as engine:
+        told = speech.undisturbed(engine, PROMPT, params)
+        ends = {engine.tokenizer.eos_token_id}
+        async with Client(engine.url, engine=speech.engine, tokenizer=engine.tokenizer, retries=SOON) as client:
+            whole = await completed(client, sample_of(**params), stop_ids=ends)
+            engine.faults = Faults([{"kind": "abort", "after_tokens": len(told.token_ids) - 1, "times": 1}])
+            cut_short = await completed(client, sample_of(**params), stop_ids=ends)
+            assert engine.faults.done["abort"] == 1
+    assert cut_short == whole
+    assert whole.tokens[-1] in ends
+
+
 async def test_a_token_that_ended_one_sample_by_its_own_wish_does_not_end_another() -> None:
     """Those that samples share are the model's own."""
     wished = stream(event([10, 9], 2, {"type": "stop", "matched": 9}), DONE)

@@ -66,6 +66,9 @@ class Engine(ABC):
         closing_ends: whether a request ends at once, in every release, when its stream is closed.
         aliases: its own names of sampling parameters that are known here under others.
         budget_first: whether a response that is full counts as truncated, whatever else would have ended it.
+        ends_by_name: whether an end at the model's own stop token names the token.
+        ignores_given_ends: whether ``ignore_eos`` goes for ``stop_token_ids`` too.
+        tells_text: whether the text comes from the engine, unless it was started without a tokenizer.
         stops_after_minimum: whether stop strings are looked for only behind the minimum of tokens.
         masks_unasked: whether top-p ids may come without having been asked for: the server is told, not the request.
         text_lags: whether tokens come before their text where that may become a stop string.
@@ -79,6 +82,9 @@ class Engine(ABC):
     closing_ends: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
     budget_first: ClassVar[bool] = False
+    ends_by_name: ClassVar[bool] = True
+    ignores_given_ends: ClassVar[bool] = False
+    tells_text: ClassVar[bool] = True
     stops_after_minimum: ClassVar[bool] = False
     masks_unasked: ClassVar[bool] = False
     text_lags: ClassVar[bool] = False
@@ -191,6 +197,7 @@ class Sglang(Engine):
     rid_key = "rid"
     loads = ("/v1/loads?include=core",)
     budget_first = True
+    ignores_given_ends = True
 
     def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""
@@ -248,6 +255,8 @@ class Vllm(Engine):
     rid_key = "request_id"
     loads = ("/metrics", "/load")  # the second one counts only if the server was told to
     closing_ends = True
+    ends_by_name = False
+    tells_text = False
     stops_after_minimum = True
     masks_unasked = True
 
@@ -344,6 +353,7 @@ class VllmCompletions(Vllm):
     dialect = "vllm-completions"
     path = "/v1/completions"
     text_lags = True
+    tells_text = True
 
     def payload(self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Build the request's JSON object."""

@@ -247,8 +247,7 @@ class _Completion:
                     partial=generation,
                 )
             return
-        if isinstance(generation.matched, int) and generation.matched not in (self.params.get("stop_token_ids") or ()):
-            self.ends.add(generation.matched)  # the model's own end, and not one of this sample alone
+        self._learn_end(generation)
         text = None
         if generation.text is None and more and self.tokenizer is not None:
             text = self._decoded(generation, self.tokenizer)
@@ -319,20 +318,22 @@ class _Completion:
 
     def _ended_as(self, stop: Stop) -> str | None:
         """What a cut response amounts to, if it has come to its end all the same."""
-        sample, params = self.sample, self.params
+        sample, params, ways = self.sample, self.params, self.client.ways
         limit = params.get("max_new_tokens")
         full = isinstance(limit, int) and sample.response_length >= limit
         if not sample.response_length:
             return "TRUNCATED" if full else None
-        if full and (self.client.ways.budget_first or not self._was_cut):
+        if full and (ways.budget_first or not self._was_cut):
             self._retell(self._known_text, None, None)
             return "TRUNCATED"
         if not self._was_cut:
             return None
         # An engine that aborts a request does not look whether its last token would have ended it.
         last = sample.tokens[-1]
-        if not params.get("ignore_eos") and last in self.ends.union(params.get("stop_token_ids") or ()):
-            self._retell(self._known_text, None, last)
+        if last in self._end_tokens:
+            # An end that the engine neither names nor leaves out of a text of its own is shown.
+            named = ways.ends_by_name or ways.tells_text or last in (params.get("stop_token_ids") or ())
+            self._retell(self._known_text, None, last if named else None)
             return "COMPLETED"
         if stop.end is not None:
             self._retell(self._known_text, None, None)
@@ -342,6 +343,23 @@ class _Completion:
             self._retell(self._known_text, None, None)
             return "TRUNCATED"
         return None
+
+    @property
+    def _end_tokens(self) -> set[int]:
+        """Tokens that end this response."""
+        given = set(self.params.get("stop_token_ids") or ())
+        if not self.params.get("ignore_eos"):
+            return self.ends | given
+        return set() if self.client.ways.ignores_given_ends else given
+
+    def _learn_end(self, generation: Generation) -> None:
+        """Take note of the model's own end, which is not one of this sample alone."""
+        end, params = generation.matched, self.params
+        unnamed = not (self.client.ways.ends_by_name or params.get("stop") or params.get("ignore_eos"))
+        if unnamed and end is None and generation.finish_reason == "stop" and len(generation.token_ids):
+            end = int(generation.token_ids[-1])
+        if isinstance(end, int) and end not in (params.get("stop_token_ids") or ()):
+            self.ends.add(end)
 
     @property
     def _known_text(self) -> int:
