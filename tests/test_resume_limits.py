@@ -81,6 +81,24 @@ async def test_without_a_text_a_response_cut_where_a_stop_string_may_be_starts_a
     assert sample.metadata["restarted_tokens"] == 2
 
 
+GRAMMARS = [(SGLANG, name) for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")]
+
+
+@pytest.mark.parametrize(("speech", "name"), [*GRAMMARS, (VLLM, "structured_outputs")])
+async def test_a_cut_response_that_has_a_grammar_starts_again_as_the_engine_would_begin_with_it_anew(
+    speech: Speech, name: str
+) -> None:
+    whole = stream(speech.part([12, 13], finish="stop"), DONE)
+    params: dict[str, Any] = {name: {"regex": "a"} if speech is VLLM else "a"}
+    async with (
+        speech.replay(answers(cut(speech.part([10, 11])), whole)) as server,
+        speech.client(server.url, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of(**params))
+    assert speech.ids(server.generates[1]) == PROMPT
+    assert (sample.tokens, sample.metadata["restarted_tokens"]) == ([*PROMPT, 12, 13], 2)
+
+
 async def test_where_stop_strings_count_behind_a_minimum_only_a_cut_response_is_not_ended_by_an_early_one() -> None:
     """Before its minimum vLLM does not look for them, and later only in what it generates itself."""
     text = "".join(chr(97 + token % 26) for token in (10, 11))

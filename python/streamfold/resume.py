@@ -35,6 +35,8 @@ S = TypeVar("S", bound="SampleLike")
 _LOGGER = logging.getLogger("streamfold")
 _ENDED: Final = ("COMPLETED", "TRUNCATED")
 _PROMPTS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
+# Sampling parameters that count from the first token of a call: grammars, and patterns that only the engine can read.
+_OF_ONE_CALL: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
 _LOOK_SECONDS: Final = 0.1  # how often a pause looks whether the host is aborting
 
 
@@ -64,7 +66,8 @@ async def complete(
 
     A prompt without ids (``sample.tokens`` empty) goes to the engine as ``sample.prompt``. Such a sample cannot go on
     from its own tokens: once cut, it starts again from its prompt, and ``metadata["restarted_tokens"]`` counts what
-    was dropped. So does one that was cut in the middle of what may be a stop string.
+    was dropped. So does one that was cut in the middle of what may be a stop string, or that has a grammar or
+    ``stop_regex``: an engine would begin with them anew.
 
     Args:
         client: of the engine.
@@ -285,7 +288,7 @@ class _Completion:
             if not self._lacks_experts():
                 return True
             restart(sample)  # no later call will bring them
-        elif sample.response_length and (len(sample.tokens) == sample.response_length or stop.within):
+        elif sample.response_length and (stop.within or self._has_to_restart):
             restart(sample)
         return False
 
@@ -293,6 +296,12 @@ class _Completion:
     def _was_cut(self) -> bool:
         """Whether the response ends where a call was cut. A pending one has turns that are over, and maybe a tool's."""
         return bool(self.sample.status.name == "ABORTED")
+
+    @property
+    def _has_to_restart(self) -> bool:
+        """Whether a response cannot be gone on with: an engine knows only what it generates in the one call."""
+        knows_prompt = len(self.sample.tokens) > self.sample.response_length
+        return not knows_prompt or (self._was_cut and any(self.params.get(name) for name in _OF_ONE_CALL))
 
     def _stop(self) -> Stop:
         """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
