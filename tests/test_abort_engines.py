@@ -99,6 +99,29 @@ async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_
         assert len(caplog.records) == 2
 
 
+async def test_an_early_abort_is_told_again_to_each_worker_without_waiting_for_one_that_hangs(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamfold.abort._SECONDS", 60.0)
+    monkeypatch.setattr("streamfold.attempt._TELL_SECONDS", 60.0)
+    enough = asyncio.Event()
+    hangs: list[Step] = [enough, *answer_json(None)]
+    async with speech.replay() as alive, speech.replay(routes={speech.abort_path: hangs}) as silent:
+        workers = answer_json({"workers": [{"url": silent.url}, {"url": alive.url}]})
+        async with (
+            speech.replay([HANG], routes={"/workers": workers}) as router,
+            speech.client(router.url) as client,
+        ):
+            call = client.start(PROMPT, ASKED)
+            await until(lambda: router.generates)
+            call.abort_soon()
+            await until(lambda: len(alive.aborts) == 2)
+            assert not call.ended.done(), "its socket was closed before"
+            enough.set()
+            await call.abort()
+            assert alive.aborts == [call.rid] * 2
+
+
 @pytest.mark.parametrize(
     "workers",
     [

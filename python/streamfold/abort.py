@@ -138,15 +138,18 @@ class Control:
     async def _tell(
         self, rid: str, ended: asyncio.Future[None], answered: asyncio.Future[None], *, begun: bool
     ) -> None:
-        await self._end(rid)
+        told = [self._tell_at(worker, rid, ended, answered, begun=begun) for worker in await self.workers()]
+        await asyncio.gather(*told)
+
+    async def _tell_at(
+        self, worker: str, rid: str, ended: asyncio.Future[None], answered: asyncio.Future[None], *, begun: bool
+    ) -> None:
+        await self._end_at(worker, rid)
         if not begun:
             await asyncio.wait({ended}, timeout=_REPEAT_AFTER)
             await asyncio.wait({ended, answered}, timeout=_UNDER_WAY, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                await self._end(rid)
-
-    async def _end(self, rid: str) -> None:
-        await asyncio.gather(*[self._end_at(worker, rid) for worker in await self.workers()])
+                await self._end_at(worker, rid)
 
     async def _end_at(self, worker: str, rid: str) -> None:
         posts = [post for post in self.engine.aborts(rid) if (worker, post[0]) not in self._missing]
