@@ -13,6 +13,7 @@ from speaking import SGLANG, VLLM
 from streamfold import Client, StreamTruncated
 from streamfold.engines import ENGINES
 from streamfold.loopback import Faults, Loopback
+from streamfold.loopback.tokenizer import Tokenizer
 from streamfold.resume import complete
 from streamfold.sample import Sample, merge
 
@@ -104,6 +105,49 @@ async def test_an_end_that_an_abort_brought_is_shown_as_one_that_nobody_disturbe
             assert engine.faults.done["abort"] == 1
     assert cut_short == whole
     assert whole.tokens[-1] in ends
+
+
+@pytest.mark.parametrize(
+    "options", [{"engine": "vllm"}, {"engine": "sglang", "skip_tokenizer_init": True}], ids=["vllm", "sglang"]
+)
+@pytest.mark.parametrize("border", range(1, 6))
+async def test_where_no_text_is_sent_a_response_behind_an_open_character_is_decoded_alone_wherever_it_was_cut(
+    options: dict[str, Any], border: int
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1, "ignore_eos": True}
+    with Loopback(stop_probability=0, **options) as engine:
+        async with Client(engine.url, engine=options["engine"], tokenizer=engine.tokenizer, retries=SOON) as client:
+            for seed in range(4):
+                asked = {**params, "sampling_seed": seed}
+                whole = await completed(client, sample_of(OPEN, **asked))
+                sample = sample_of(OPEN, **asked)
+                first = await client.generate(OPEN, {**asked, "max_new_tokens": border})
+                merge(sample, first, text=engine.tokenizer.decode(first.token_ids.tolist()))
+                sample.status = Sample.Status.ABORTED
+                await completed(client, sample)
+                assert (sample.tokens, sample.response) == (whole.tokens, whole.response)
+                assert "text_joined" not in sample.metadata
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("border", [None, 1, 2])
+async def test_a_text_that_is_made_here_ends_at_its_stop_string_though_the_last_token_goes_on(
+    border: int | None, shows: bool
+) -> None:
+    """As the engine's own text does, whether the response came in parts or not."""
+    params: dict[str, Any] = {"stop": ["ous"], **({"no_stop_trim": True} if shows else {})}
+    tokenizer = Tokenizer()
+    ids = tokenizer.encode(" have water house")
+    before = border or 0
+    last = stream(VLLM.part(ids[before:], prompt=3 + before, finish="stop", matched="ous"), DONE)
+    first = [] if border is None else [cut(VLLM.part(ids[:border]))]
+    async with (
+        VLLM.replay(answers(*first, last)) as server,
+        VLLM.client(server.url, tokenizer=tokenizer, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of(**params))
+    assert sample.tokens == [*PROMPT, *ids]
+    assert sample.response == " have water h" + "ous" * shows
 
 
 async def test_a_token_that_ended_one_sample_by_its_own_wish_does_not_end_another() -> None:

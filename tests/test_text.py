@@ -45,6 +45,12 @@ def test_a_stop_string_that_stood_before_the_last_part_is_not_the_end() -> None:
     assert found == "END and much more text than the last part has, c"
 
 
+def test_a_stop_string_is_the_one_that_the_last_token_brought_however_long_the_token_is() -> None:
+    ids = TOKENIZER.encode("a question and another question")
+    assert told(ids, last="", matched=" qu") == "a question and another"
+    assert told(ids, last=None, matched="e", no_stop_trim=True) == "a question and another que"
+
+
 def test_a_text_that_ends_otherwise_than_the_engines_is_not_taken() -> None:
     assert told(list(b"abc"), last="the engine knows of something else") is None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from streamfold.engines import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.sample import KNOWN_TEXT, check_ready, merge, note, restart
-from streamfold.text import Stop, has_stopped_at, whole_text
+from streamfold.text import Stop, has_stopped_at, where_stopped, whole_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -258,19 +258,22 @@ class _Completion:
         if not before or not (more or ended):
             return
         if ended or self.tokenizer is None:
-            self._retell(known, generation.text, generation.matched if more else None)
+            matched = generation.matched if more else None
+            self._retell(known, generation.text, matched, alone=generation.text is None)
         else:  # to decode it takes time, which an abort of thousands has not
             sample.metadata = {**(sample.metadata or {}), KNOWN_TEXT: known}
 
     def _decoded(self, generation: Generation, tokenizer: Tokenizer) -> str:
         """The text of a call that came without one; as engines do, without what it stopped at."""
-        ids, matched = generation.token_ids.tolist(), generation.matched
-        trims = generation.finish_reason == "stop" and not self.params.get("no_stop_trim")
-        if trims and ids[-1] == matched:
+        ids, matched, stopped = generation.token_ids.tolist(), generation.matched, generation.finish_reason == "stop"
+        shows, skips = self.params.get("no_stop_trim"), self.params.get("skip_special_tokens", True)
+        if stopped and not shows and ids[-1] == matched:
             del ids[-1]
-        text = tokenizer.decode(ids, skip_special_tokens=self.params.get("skip_special_tokens", True))
-        at = text.rfind(matched) if trims and isinstance(matched, str) and matched else -1
-        return text if at < 0 else text[:at]
+        text = tokenizer.decode(ids, skip_special_tokens=skips)
+        if not stopped or not isinstance(matched, str) or not matched:
+            return text
+        at = where_stopped(text, tokenizer.decode(ids[:-1], skip_special_tokens=skips), matched)
+        return text if at < 0 else text[: at + len(matched) if shows else at]
 
     def drop(self, generation: Generation) -> None:
         """Leave the sample as it was before the call."""
@@ -311,11 +314,9 @@ class _Completion:
         unknown = Stop(None, within=True)
         if self._stops_later:
             return unknown
-        if self.tokenizer is not None:
-            known = self._known_text
-            text = whole_text(sample, self.tokenizer, params, known=known, last=None, matched=None)
-            if text is not None:
-                return has_stopped_at(text, params)
+        text = self._whole_text(self._known_text)
+        if text is not None:
+            return has_stopped_at(text, params)
         lags = self.client.ways.text_lags and not params.get("no_stop_trim")
         # Without a text of the engine's, or without its end, and none can be made.
         return unknown if lags or not sample.response else has_stopped_at(sample.response, params, whole=False)
@@ -376,16 +377,25 @@ class _Completion:
         known: int = (self.sample.metadata or {}).get(KNOWN_TEXT, len(self.sample.response))
         return known
 
-    def _retell(self, known: int, last: str | None, matched: int | str | None) -> None:
+    def _retell(self, known: int, last: str | None, matched: int | str | None, *, alone: bool = False) -> None:
         """Make the text of a response that came in parts one text, or say that it was only joined."""
-        sample, text = self.sample, None
-        if self.tokenizer is not None:
-            text = whole_text(sample, self.tokenizer, self.params, known=known, last=last, matched=matched)
+        sample, text = self.sample, self._whole_text(known, last, matched, alone=alone)
         if text is not None:
             sample.response = text
         elif last is not None:  # an empty one too: the part before it may have held half a character back
             note(sample, text_joined=True)
         sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != KNOWN_TEXT}
+
+    def _whole_text(
+        self, known: int, last: str | None = None, matched: int | str | None = None, *, alone: bool = False
+    ) -> str | None:
+        """Make one text of the response's ids; None without a tokenizer, or if the engine knows better."""
+        if self.tokenizer is None:
+            return None
+        alone = alone or not self.client.ways.tells_text
+        return whole_text(
+            self.sample, self.tokenizer, self.params, known=known, last=last, matched=matched, alone=alone
+        )
 
     def _lacks_experts(self) -> bool:
         rows = getattr(self.sample, "rollout_routed_experts", None)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from streamfold.sample import SampleLike
 
-__all__ = ["Stop", "Tokenizer", "has_stopped_at", "whole_text"]
+__all__ = ["Stop", "Tokenizer", "has_stopped_at", "where_stopped", "whole_text"]
 
 _CONTEXT: Final = 5  # tokens of the prompt that decide how the first ones of a response are written
 _LOOK_BACK: Final = 16  # characters of the engine's text that have to agree with ours
@@ -60,6 +60,12 @@ def has_stopped_at(text: str, params: Mapping[str, Any], *, whole: bool = True) 
     )
 
 
+def where_stopped(text: str, before_last: str, stop: str) -> int:
+    """Where the stop string begins at which a text has ended, by what it was before its last token; -1 if nowhere."""
+    at = text.find(stop, max(0, len(before_last) - len(stop) + 1))
+    return at if at >= 0 else text.rfind(stop)  # several tokens may have come at once
+
+
 def whole_text(
     sample: SampleLike,
     tokenizer: Tokenizer,
@@ -68,6 +74,7 @@ def whole_text(
     known: int,
     last: str | None,
     matched: int | str | None,
+    alone: bool = False,
 ) -> str | None:
     """Decode a response that came in parts, once, with the tokens before it as context.
 
@@ -78,6 +85,7 @@ def whole_text(
         known: characters at the beginning of the response's text that stand. What else it has was joined.
         last: the engine's own text of the last part, to see how much of its end is shown; None if it sent none.
         matched: the stop token or string that ended the response.
+        alone: the engine sends no text, so that a response of one call is decoded without the tokens before it.
 
     Returns:
         The text; None if it does not begin as what stands, or not end as the engine's, which then knows better.
@@ -94,16 +102,16 @@ def whole_text(
         return tokenizer.decode(ids, skip_special_tokens=skip)
 
     stands = sample.response[:known].rstrip("\ufffd")
-    # Where the engine sends no text the first part was decoded alone.
-    head = next((head for head in (before, []) if decode(head, ids).startswith(stands)), None)
+    heads: list[list[int]] = [[]] if alone else [before, []]
+    head = next((head for head in heads if decode(head, ids).startswith(stands)), None)
     if head is None:
         return None
     text = decode(head, ids)
     shown, candidates = bool(params.get("no_stop_trim")), [text]
     if isinstance(matched, int):
         candidates.append(decode(head, ids[:-1]))
-    elif matched and (at := text.find(matched, max(0, len(text) - len(last or "") - 2 * len(matched)))) >= 0:
-        candidates += [text[: at + len(matched)], text[:at]]
+    elif matched and (at := where_stopped(text, decode(head, ids[:-1]), matched)) >= 0:
+        candidates = [text[: at + len(matched)], text, text[:at]]
     if not shown:
         candidates.reverse()
     if last is None:
