@@ -20,7 +20,8 @@ from replay import (
     head,
     until,
 )
-from streamfold import EngineError, Limits
+from speaking import SGLANG
+from streamfold import Client, EngineError, Limits
 
 if TYPE_CHECKING:
     from speaking import Speech
@@ -157,6 +158,20 @@ async def test_the_list_of_workers_is_asked_for_now_and_then_and_soon_after_a_fa
             await (await begun(client)).abort()
             assert len(server.at("/workers")) == asked
             await asyncio.sleep(0.1)
+
+
+async def test_a_worker_whose_abort_was_not_found_for_a_moment_is_told_of_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What stands before a worker that restarts may answer for it. Some releases are ended by nothing but an abort."""
+    monkeypatch.setattr("streamfold.abort._WORKERS_LAST", 0.0)
+    gone = answer_json({"detail": "Not Found"}, 404)
+    async with SGLANG.replay(SGLANG.running, routes={"/abort_request": gone}) as server, Client(server.url) as client:
+        await (await begun(client)).abort()
+        server.routes["/abort_request"] = answer_json(None)
+        call = await begun(client)
+        await call.abort()
+        assert server.aborts[1:] == [call.rid]
 
 
 async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(

@@ -224,6 +224,8 @@ class Control:
 
     async def _find_workers(self) -> list[str]:
         self._reported.clear()
+        if not self.engine.closing_ends:
+            self._missing.clear()  # it may have been a proxy's word, before a worker that was restarted
         lasts = _WORKERS_LAST
         try:
             reply = await self._ask("GET", self._base, self.engine.workers_path)
