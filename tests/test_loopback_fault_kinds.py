@@ -82,6 +82,22 @@ def test_the_connection_stays_after_a_status(engine: Loopback) -> None:
         assert (listen(sock).end, engine.stats().connections) == ("whole", 1)
 
 
+@pytest.mark.parametrize("options", [{"status": 204}, {"status": 304, "body": "nothing"}, {"status": [204, 204]}])
+def test_a_status_that_has_no_body_comes_without_one_and_the_connection_stays(
+    engine: Loopback, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    told_of(engine, "status", headers={"ETag": "x"}, **options)
+    with connected(engine) as sock:
+        send(sock)
+        heard = sock.recv(1 << 16)
+        assert heard.endswith(b"\r\n\r\n")
+        assert b"etag: x" in heard
+        assert b"content-length" not in heard
+        send(sock)
+        assert (listen(sock).end, engine.stats().connections) == ("whole", 1)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("how", ["rst", "fin"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_dropped_connection_ends_before_a_byte(engine: Loopback, how: str, stream: bool) -> None:

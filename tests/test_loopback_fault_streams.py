@@ -143,6 +143,19 @@ def test_a_drip_comes_a_few_bytes_at_a_time_and_cuts_chunk_sizes_too(engine: Loo
     assert (heard.end, heard.status) == ("whole", 200)
 
 
+def test_the_connection_stays_after_a_drip_of_what_is_not_streamed(
+    engine: Loopback, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.faults = Faults([{"kind": "drip", "size": 7, "pause": 0.0, "times": 1}])
+    with httpx.Client(trust_env=False) as client:
+        for _ in range(2):
+            answer = client.post(f"{engine.url}/generate", json=payload(stream=False, **EIGHT))
+            assert answer.json()["meta_info"]["completion_tokens"] == 8
+    assert engine.faults.done == {"drip": 1}
+    assert engine.stats().connections == 1
+    assert [record for record in caplog.records if record.name == "streamfold.loopback"] == []
+
+
 # Where the bytes are cut
 
 

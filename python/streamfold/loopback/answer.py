@@ -70,8 +70,14 @@ class Answer:
             return
         if self.pace is None:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        else:
-            await self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        elif self._chunked:
+            await self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:  # through the HTTP layer, which counts what a content length has told of
+            size, pause = self.pace
+            for start in range(0, len(data), size):
+                part = data[start : start + size]
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+                await self.pause(pause)
 
     async def partial(self, data: bytes, size: int) -> None:
         """Write the first bytes of an event that was to have ``size`` bytes; nothing may come after it."""

@@ -40,7 +40,8 @@ that meet in one request act in their order, each on what the one before it left
 
 Instead of an answer, on any path:
 
-- ``status``: an HTTP ``status`` (500), with ``headers`` and a ``body``, a string or any JSON (else the engine's own).
+- ``status``: an HTTP ``status`` (500), with ``headers`` and a ``body``, a string or any JSON (else the engine's own);
+  204 and 304 have none.
 - ``drop``: the connection ends before a byte, by ``how``: "rst", which is a reset, or "fin".
 - ``refuse``: the connection ends so, by ``how``, and for ``seconds`` (1) nobody listens: the system refuses connects.
   What runs goes on. (No server can refuse the connect that brought it the request, only those that follow.)
@@ -110,7 +111,7 @@ KINDS = {kind.kind: kind for kind in (*kinds.KINDS, *stream_kinds.KINDS)}
 class Conditions:
     """Which requests a rule is for."""
 
-    path: str | None = field(default=None, metadata=options.text(none=True))
+    path: str | None = field(default=None, metadata=options.path())
     requests: int | Sequence[int] | None = field(default=None, metadata=options.numbers())
     every: int | None = field(default=None, metadata=options.count(least=1, none=True, ranges="refused"))
     rate: float | None = field(default=None, metadata=options.number(most=1, none=True, ranges=False))

@@ -28,6 +28,8 @@ __all__ = ["KINDS", "Fault", "Needs"]
 # What an answer must be for a fault: any at all, one that is generated, a stream of it, or a stream that repeats.
 Needs = Literal["anything", "generate", "stream", "cumulative"]
 
+_WITHOUT_BODY = (204, 304)
+
 
 @dataclass(kw_only=True)
 class Fault:
@@ -91,7 +93,10 @@ class Fault:
 
 @dataclass(kw_only=True)
 class _Status(Fault):
-    """Answer with an HTTP status. ``body`` is a string, or an object for JSON; else it is the engine's own."""
+    """Answer with an HTTP status. ``body`` is a string, or an object for JSON; else it is the engine's own.
+
+    A status that HTTP allows no body comes without one, and without headers that tell of one.
+    """
 
     kind = "status"
     needs = "anything"
@@ -109,6 +114,8 @@ class _Status(Fault):
         data = body.encode() if plain else orjson.dumps(body)
         headers = {"content-type": "text/plain; charset=utf-8" if plain else "application/json"}
         headers |= {"content-length": str(len(data))}
+        if self.status in _WITHOUT_BODY:
+            data, headers = b"", {}
         headers |= {name.lower(): value for name, value in (self.headers or {}).items()}
         told = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self.head({"type": "http.response.start", "status": self.status, "headers": told})

@@ -8,15 +8,35 @@ Each function gives the metadata of a dataclass field::
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-__all__ = ["Option", "anything", "choice", "count", "flag", "headers", "number", "numbers", "options", "text"]
+__all__ = [
+    "Option",
+    "anything",
+    "choice",
+    "count",
+    "flag",
+    "headers",
+    "number",
+    "numbers",
+    "options",
+    "path",
+    "text",
+]
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"([!-~\x80-\xff]([ \t!-~\x80-\xff]*[!-~\x80-\xff])?)?")
+_FRAMING = ("content-length", "transfer-encoding")
 
 
 @dataclass(frozen=True)
@@ -88,28 +108,54 @@ def text(*, none: bool = False) -> Metadata:
     """A string."""
 
     def fits(value: object) -> bool:
-        return isinstance(value, str) or (none and value is None)
+        return (isinstance(value, str) and _is_json(value)) or (none and value is None)
 
     return {"option": Option(f"a string{' or null' if none else ''}", fits)}
 
 
-def headers() -> Metadata:
-    """The headers of an answer."""
+def path() -> Metadata:
+    """What is asked for, or null."""
 
     def fits(value: object) -> bool:
-        return isinstance(value, dict) and all(isinstance(field, str) for field in value.values())
+        return value is None or (isinstance(value, str) and value.startswith("/"))
 
-    return {"option": Option('an object of strings, as in {"Retry-After": "1"}', fits)}
+    return {"option": Option('a string like "/generate", or null', fits)}
+
+
+def headers() -> Metadata:
+    """The headers of an answer. How long it is, is told by who writes it."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, dict) and all(
+            isinstance(field, str)
+            and _HEADER_NAME.fullmatch(name)
+            and name.lower() not in _FRAMING
+            and _HEADER_VALUE.fullmatch(field)
+            for name, field in value.items()
+        )
+
+    wanted = 'an object of strings, as in {"Retry-After": "1"}, that HTTP can carry, and none of '
+    return {"option": Option(wanted + " and ".join(_FRAMING), fits)}
 
 
 def anything() -> Metadata:
     """Any JSON."""
-    return {"option": Option("any JSON", lambda _value: True)}
+    return {"option": Option("any JSON, its numbers of 64 bits", _is_json)}
 
 
 def is_list(value: object) -> bool:
     """Whether a value is a list, from JSON or from Python."""
     return isinstance(value, (list, tuple))
+
+
+def _is_json(value: object) -> bool:
+    """Whether it can be written down as it is: no NaN, no half of a surrogate pair, no number without end."""
+    try:
+        orjson.dumps(value)
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_whole(value: object) -> bool:
