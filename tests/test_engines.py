@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from streamfold import EngineError, Experts
+from streamfold import Client, EngineError, Experts
 from streamfold.engines import Asked, Sglang, token_array
 from streamfold.replies import error_message, retry_after
 from streamfold.urls import base_url
@@ -313,3 +313,12 @@ def test_a_date_without_the_servers_clock_is_measured_by_ours() -> None:
 
 def test_the_abort_of_all_names_no_request() -> None:
     assert ENGINE.aborts_all() == [("/abort_request", {"abort_all": True})]
+
+
+@pytest.mark.parametrize(
+    "key", ["", " ", "secret\n", " secret", "se\r\ncret: secret", "sécret", "secret\u2028", "secret\x7f"]
+)
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key: str) -> None:
+    with pytest.raises(ValueError, match="the API key is empty, or holds") as refused:
+        Client("http://127.0.0.1:9", api_key=key)
+    assert "cret" not in str(refused.value)

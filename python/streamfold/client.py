@@ -21,6 +21,7 @@ from streamfold.engines import ENGINES, Asked, Sglang, token_array
 from streamfold.limits import Limits, Retries, Slots, Timeouts, check_seconds
 from streamfold.transport import chosen
 from streamfold.urls import base_url as normalised
+from streamfold.urls import bearer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -101,7 +102,7 @@ class Client:
             sockets or tests. It carries all requests, and its own pool must not be what they wait for.
 
     Raises:
-        ValueError: an unknown ``engine``, ``transport`` or ``clamped``, or an address that is none.
+        ValueError: an unknown ``engine``, ``transport`` or ``clamped``, or an address or a key that is none.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Client:
         self._vocab_size = vocab_size
         self._headers = httpx.Headers({"Accept": "*/*", "User-Agent": f"streamfold/{__version__}"})
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = bearer(api_key)
         self._headers.update(headers)
         self._tokenizer = tokenizer
         self._timeouts = timeouts

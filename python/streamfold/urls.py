@@ -7,7 +7,7 @@ import re
 
 import httpx
 
-__all__ = ["base_url"]
+__all__ = ["base_url", "bearer"]
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
@@ -43,6 +43,19 @@ def base_url(address: str) -> str:
     if url.port is not None and not 0 < url.port < 1 << 16:
         raise ValueError(f"{address!r}: the port must be 1 to 65535")
     return str(url).rstrip("/")
+
+
+def bearer(api_key: str) -> str:
+    """The value of the header that carries a key.
+
+    Raises:
+        ValueError: a header cannot carry it. It is not repeated in the message.
+    """
+    if not api_key or api_key != api_key.strip() or not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError(
+            "the API key is empty, or holds a blank, an end of line or a character that no header can carry"
+        )
+    return f"Bearer {api_key}"
 
 
 def _bracketed(authority: str) -> str:
