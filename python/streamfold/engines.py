@@ -221,6 +221,10 @@ class Sglang(Engine):
         headers = {} if session is None else {"X-SMG-Routing-Key": session}
         return headers, {} if dp_rank is None else {"routed_dp_rank": dp_rank}
 
+    def hint(self, status: int) -> str:
+        """Say what else the server may be."""
+        return f"is {self.path} there? engine='auto' asks the server what it is" if status == 404 else ""
+
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
         """Whether routed experts or top-p ids were asked for: an abort's last event brings them."""
         return _asks_top_p(payload["sampling_params"]) or bool(payload.get("return_routed_experts"))
