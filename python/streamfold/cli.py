@@ -238,8 +238,7 @@ def rollout(
         shape = experts_option(experts)
         if shape is not None and plan.texts:
             fail(f"--experts: {plan.texts} prompts have no input_ids; give ids, or a --tokenizer")
-        if engine == "vllm" and plan.texts:
-            fail(f"vLLM's token endpoint takes ids alone, but {plan.texts} prompts have none: give a --tokenizer")
+        _check_ids(engine, plan)
         client = Client(
             url,
             engine=engine,
@@ -254,6 +253,7 @@ def rollout(
             work = _Work(plan, journal)
 
             def make() -> Coroutine[Any, Any, None]:
+                _check_ids(client.engine, plan)  # auto has asked
                 return complete_all(client, work, work.end, concurrency=concurrency, stop_ids=ends, logprobs=logprobs)
 
             interrupted = asyncio.run(_show(client, work, make))
@@ -266,6 +266,14 @@ def rollout(
     if missing:
         console.print(f"{missing} are missing, {len(journal.partial)} of them partial: the same command goes on there")
         raise typer.Exit(130 if interrupted else 1)
+
+
+def _check_ids(engine: str, plan: Plan) -> None:
+    if engine == "vllm" and plan.texts:
+        raise ValueError(
+            f"vLLM's token endpoint takes ids alone, but {plan.texts} prompts have none: give a --tokenizer, or say "
+            "--engine vllm-completions"
+        )
 
 
 class _Work:
@@ -303,16 +311,22 @@ class _Work:
         progress.update(task, completed=len(self._journal.finished), total=len(self._plan), failed=failed, rate=rate)
 
 
+def _interruptible(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task that Ctrl-C and SIGTERM cancel."""
+    made = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, made.cancel)
+    return made
+
+
 async def _show(client: Client, work: _Work, make: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     """See the work done, or interrupted: which of the two."""
     text = "{task.completed} of {task.total}, {task.fields[failed]} failed, {task.fields[rate]:.0f} tokens/s"
     with progress_bar(text, target=errors) as progress:
         task = progress.add_task("rollout", failed=0, rate=0.0)
         async with client:
-            made = asyncio.ensure_future(make())
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, made.cancel)  # a second one ends the drains
+            made = _interruptible(make())  # a second signal ends the drains
             while not made.done():
                 await asyncio.wait({made}, timeout=_SHOW_SECONDS)
                 work.show(progress, task, sum(call.token_count for call in client.running))

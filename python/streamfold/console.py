@@ -171,12 +171,16 @@ def params_option(text: str | None) -> dict[str, Any]:
         ValueError: it is none.
     """
     try:
-        params = json.loads(text or "{}")
+        params = json.loads(text or "{}", parse_constant=_refuse)  # which Python takes for JSON
     except ValueError as error:
         raise ValueError(f"--sampling-params is no JSON: {error}") from None
     if not isinstance(params, dict):
         raise ValueError('--sampling-params: a JSON object like {"min_p": 0.1} was expected')
     return params
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number there")
 
 
 def tokenizer_option(name: str | None) -> tuple[Tokenizer | None, Encode | None, list[int]]:

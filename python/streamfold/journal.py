@@ -57,7 +57,7 @@ class Plan:
         encode: turns a prompt that has no ids (a text, or the messages of a chat) into ids; None: it stays a text.
 
     Raises:
-        ValueError: a line is no such object; the message names it.
+        ValueError: a line is no such object; the message names it. Or a parameter cannot be written as JSON.
         OSError: the file cannot be read.
     """
 
@@ -72,7 +72,6 @@ class Plan:
     ) -> None:
         if n < 1:
             raise ValueError(f"at least one sample for each prompt, please, not {n}")
-        self._params = orjson.loads(orjson.dumps(sampling_params))  # as it will be read again
         self._n = n
         self._seed = seed
         with path.open("rb") as file:  # in binary, as a text may hold what Python takes for the end of a line
@@ -80,6 +79,11 @@ class Plan:
         if not lines:
             raise ValueError(f"{path} holds no prompt")
         self._prompts = [_read_prompt(line, f"{path}, line {number}", encode) for number, line in lines]
+        try:
+            self._params = orjson.loads(orjson.dumps(sampling_params))  # as it will be read again
+            orjson.dumps([seed, (seed or 0) + len(self)])
+        except TypeError as error:
+            raise ValueError(f"the sampling parameters cannot be sent: {error}") from None
 
     def __len__(self) -> int:
         return len(self._prompts) * self._n
@@ -333,6 +337,8 @@ def _sample(told: dict[str, Any], folder: Path) -> Sample:
 
 def _open(path: Path) -> FileIO:
     """Open a file for this process alone, to append to it."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file: what is written down has to be read again")
     while True:
         file = path.open("a+b", buffering=0)
         try:
