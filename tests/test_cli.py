@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from loopback_http import until
 from streamfold import demo
 from streamfold.cli import app
-from streamfold.loopback import Loopback
+from streamfold.errors import StreamTruncated
+from streamfold.loopback import Faults, Loopback
 from streamfold.recording import Recording
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ def streamfold(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Co
     environment = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "NO_COLOR": "1", "COLUMNS": "200"}
     command = [sys.executable, "-W", "error", "-m", "streamfold", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def few_prompts(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
+    return path
 
 
 @contextmanager
@@ -174,6 +182,74 @@ def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_recording_that_is_interrupted_keeps_what_has_come(number: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "stream.sse"
+    with Loopback(token_rate=200, faults=Faults([{"kind": "silence", "after_events": 20}])) as engine:
+        command = [sys.executable, "-m", "streamfold", "record", "--url", engine.url, "--payload", str(PAYLOAD)]
+        with subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                until(lambda: engine.faults.done["silence"] == 1)
+                process.send_signal(number)
+                told, _ = process.communicate(timeout=20)
+            finally:
+                process.kill()
+    assert process.returncode == 0
+    assert "ended by an interrupt" in told
+    saved = Recording.load(out)
+    assert sum(size for _, size in saved.reads) == len(saved.body)
+    generation, error = saved.replay(saved.parser())
+    assert isinstance(error, StreamTruncated)
+    assert len(generation.token_ids) == 20
+
+
+@pytest.mark.parametrize("out", ["payload.sse", "payload.json", "stream.json"])
+def test_a_recording_never_takes_the_place_of_its_payload_or_of_what_tells_of_it(out: str, tmp_path: Path) -> None:
+    payload = tmp_path / "payload.json"
+    payload.write_bytes(PAYLOAD.read_bytes())
+    done = streamfold("record", "--url", "http://127.0.0.1:9", "--payload", payload, "--out", tmp_path / out)
+    assert done.returncode == 2
+    assert "need names of their own" in done.stderr
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("payload.json", PAYLOAD.read_bytes())]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", "/dev/full")
+    assert done.returncode == 2
+    assert "/dev/full cannot be written: [Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+    failed = CliRunner().invoke(app, ["demo", "--prompts", str(few_prompts(tmp_path)), "--out", "/dev/full"])
+    assert failed.exit_code == 2
+    assert "/dev/full cannot be written: [Errno 28]" in failed.output
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "{", "\xff", "[]", '{"request": [1]}', '{"status": "200"}', '{"headers": 4}', '{"end": 7}', '{"reads": 5}',
+        '{"reads": [[1]]}', '{"reads": [[0.1, -5]]}', '{"reads": [[0.1, "k"]]}', '{"reads": [[null, 1]]}',
+    ],
+)  # fmt: skip
+def test_what_stands_beside_a_stream_and_does_not_tell_of_it_is_named(beside: str, tmp_path: Path) -> None:
+    stream = tmp_path / "stream.sse"
+    stream.write_bytes(b"data: [DONE]\n\n")
+    stream.with_suffix(".json").write_bytes(beside.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"stream\.json does not tell of a stream"):
+        Recording.load(stream)
+
+
+def test_what_tells_of_a_stream_may_be_anything_that_is_not_needed(tmp_path: Path) -> None:
+    stream = tmp_path / "stream.json"
+    stream.write_bytes(b"data: [DONE]\n\n")
+    assert Recording.load(stream) == Recording(b"data: [DONE]\n\n")
+    stream.write_bytes(b'{"request": {"routed_experts_start_len": "2"}, "kind": 7}')
+    stream.rename(tmp_path / "other.json")
+    (tmp_path / "other.sse").write_bytes(b"")
+    Recording.load(tmp_path / "other.sse").parser()
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -181,7 +257,11 @@ def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
         (("replay", DATA / "cases" / "47-routed-experts-good.sse", "--experts", "2"), "LAYERS,TOP_K"),
         (("record", "--url", "ftp://x", "--payload", PAYLOAD, "--out", "x.sse"), "http or https"),
         (("record", "--url", "http://x", "--payload", __file__, "--out", "x.sse"), "no JSON"),
+        (("record", "--url", "http://x", "--payload", PAYLOAD, "--api-key", "a\nb"), "the API key"),
+        (("record", "--url", "http://x", "--payload", PAYLOAD, "--out", "no/folder/x.sse"), "there is no folder"),
+        (("demo", "--out", "no/folder/x.jsonl"), "there is no folder"),
         (("serve", "--port", "0", "--wire", "latest"), "version"),
+        (("serve", "--port", "65536"), "65535"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], word: str, tmp_path: Path) -> None:

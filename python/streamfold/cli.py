@@ -15,6 +15,7 @@ from streamfold import demo as job
 from streamfold._core import DIALECTS, __version__
 from streamfold.client import Client
 from streamfold.console import (
+    check_out,
     console,
     errors,
     experts_option,
@@ -32,6 +33,7 @@ from streamfold.limits import Limits, Retries
 from streamfold.recording import Recording, surroundings
 from streamfold.recording import record as record_stream
 from streamfold.resume import complete_all
+from streamfold.urls import bearer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -98,7 +100,8 @@ def demo(
     """
     try:
         texts = job.read_prompts(prompts)
-    except ValueError as error:
+        check_out(out)
+    except (OSError, ValueError) as error:
         fail(str(error))
     import_loopback()
 
@@ -106,7 +109,10 @@ def demo(
         console.print(line, markup=False, soft_wrap=True)
 
     report = job.run(texts, engine=engine, incremental=incremental, seed=seed, tell=tell)
-    job.write(report.outcomes, out)
+    try:
+        job.write(report.outcomes, out)
+    except OSError as error:
+        fail(f"{out} cannot be written: {error}")
     print_report(report)
     tell(f"The finished samples are in {out}")
     if report.problems:
@@ -120,7 +126,7 @@ def serve(
         str, typer.Option(help="The release whose way of writing, as in 0.5.23 or 0.28, or rust; else the newest.")
     ] = "",
     host: Annotated[str, typer.Option(help="127.0.0.1, ::1, or 0.0.0.0 for everybody.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one.")] = 30000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free one.")] = 30000,
     incremental: Annotated[
         bool, typer.Option("--incremental/--cumulative", help="Each event holds what is new, or everything.")
     ] = False,
@@ -362,7 +368,10 @@ def record(
         fail(f"{payload} is no JSON: {error}")
     if not isinstance(request, dict):
         fail(f'{payload} must hold a JSON object, as in {{"text": "Hi", "sampling_params": {{}}}}')
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    beside = out.with_suffix(".json")
+    if out == beside or payload.resolve() in (out.resolve(), beside.resolve()):
+        fail(f"--out {out}: the stream and {beside}, which tells of it, need names of their own")
+    saved = Recording(b"", request=request)
     with progress_bar("{task.fields[size]} bytes in {task.fields[reads]} reads", target=errors) as progress:
         task = progress.add_task("recording", total=None, size=0, reads=0)
 
@@ -370,16 +379,27 @@ def record(
             fields = progress.tasks[task].fields
             progress.update(task, size=fields["size"] + size, reads=fields["reads"] + 1)
 
+        async def work() -> None:
+            made = _interruptible(record_stream(url, saved, headers=headers, on_read=count))
+            await asyncio.wait({made})
+            if not made.cancelled():
+                made.result()
+
         try:
-            saved = asyncio.run(record_stream(url, request, headers=headers, on_read=count))
+            check_out(out)
+            headers = {} if api_key is None else {"Authorization": bearer(api_key)}
+            asyncio.run(work())
         except ValueError as error:
             fail(str(error))
     if saved.status is None:
         errors.print(f"streamfold: no reply from {url}: {saved.end}", style="red", markup=False)
         raise typer.Exit(1)
-    saved.save(out)
+    try:
+        saved.save(out)
+    except OSError as error:
+        fail(f"{out} cannot be written: {error}")
     console.print(f"HTTP {saved.status}, {len(saved.body)} bytes in {len(saved.reads)} reads, ended by {saved.end}")
-    console.print(f"Saved to {out} and {out.with_suffix('.json')}; look into it: streamfold replay {out}")
+    console.print(f"Saved to {out} and {beside}; look into it: streamfold replay {out}")
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -16,6 +17,7 @@ from streamfold._core import Experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
     from types import ModuleType
 
     from streamfold._core import Generation
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from streamfold.text import Tokenizer
 
 __all__ = [
+    "check_out",
     "console",
     "errors",
     "experts_option",
@@ -206,6 +209,19 @@ def progress_bar(text: str, *, target: Console = console) -> Progress:
     """A bar with ``text`` beside it, which may name the task's fields."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn(text), TimeElapsedColumn())
     return Progress(*columns, console=target, transient=True)
+
+
+def check_out(path: Path) -> None:
+    """See that a file can be written there, before there is something to lose.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--out {path} cannot be written")
 
 
 def import_loopback() -> ModuleType:

@@ -6,9 +6,10 @@ and when each read came, so that the bytes can be fed again in the same pieces.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import orjson
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Recording", "record", "surroundings"]
 
 _WIDTH = 70  # bytes shown on each side of an error
+_TOLD: Final = {"request": dict, "status": int, "headers": dict, "reads": list, "end": str}
 
 
 @dataclass
@@ -59,14 +61,19 @@ class Recording:
 
         Raises:
             OSError: ``path`` cannot be read.
-            ValueError: what stands beside it is no JSON object.
+            ValueError: what stands beside it does not tell of a stream.
         """
         beside = path.with_suffix(".json")
-        told = orjson.loads(beside.read_bytes()) if beside.exists() else {}
-        if not isinstance(told, dict):
-            raise ValueError(f"{beside} holds no JSON object")
-        known = {key: told[key] for key in ("request", "status", "headers", "end") if told.get(key) is not None}
-        reads = [(float(at), int(size)) for at, size in told.get("reads", [])]
+        try:
+            told = orjson.loads(beside.read_bytes()) if beside != path and beside.exists() else {}
+            known = {key: told[key] for key in _TOLD if told.get(key) is not None}
+            reads = [(float(at), int(size)) for at, size in known.pop("reads", [])]
+            wrong = [key for key, value in known.items() if not isinstance(value, _TOLD[key])]
+            wrong += ["reads"] * any(size < 0 for _, size in reads)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{beside} does not tell of a stream ({error}): move it away to go without") from None
+        if wrong:
+            raise ValueError(f"{beside} does not tell of a stream ({wrong[0]}): move it away to go without")
         return cls(path.read_bytes(), reads=reads, **known)
 
     def parts(self) -> list[bytes]:
@@ -81,13 +88,13 @@ class Recording:
         self, dialect: str = "sglang", *, logprobs: bool | None = None, experts: Experts | None = None
     ) -> Parser:
         """Make a parser that expects what was asked for. ``logprobs`` None: as the request said, or else no."""
-        input_ids = self.request.get("input_ids")
+        input_ids, start = (self.request.get(key) for key in ("input_ids", "routed_experts_start_len"))
         return Parser(
             dialect,
             logprobs=bool(self.request.get("return_logprob")) if logprobs is None else logprobs,
             experts=experts,
             prompt_len=len(input_ids) if isinstance(input_ids, list) else None,
-            experts_start=int(self.request.get("routed_experts_start_len", 0)),
+            experts_start=start if isinstance(start, int) else 0,
         )
 
     def replay(self, parser: Parser) -> tuple[Generation, StreamfoldError | None]:
@@ -104,26 +111,28 @@ class Recording:
 
 async def record(
     url: str,
-    request: Mapping[str, Any],
+    recording: Recording,
     *,
     engine: str = "sglang",
     headers: Mapping[str, str] | None = None,
     on_read: Callable[[int], object] = lambda _size: None,
-) -> Recording:
-    """POST ``request`` to the engine at ``url``, streamed, and save whatever comes back until it ends.
+) -> None:
+    """POST the request of ``recording`` to the engine at ``url``, streamed, and add whatever comes back until it ends.
 
-    Nothing is parsed and nothing is limited: silence is recorded too, until the engine or the caller ends it.
+    Nothing is parsed and nothing is limited: silence is recorded too, until the engine or the caller ends it. However
+    it ends, by a cancel too, the recording holds what has come.
     """
-    asked = {**request, "stream": True}
-    recording = Recording(b"", request=asked)
-    body = bytearray()
+    recording.request = {**recording.request, "stream": True}
+    body = bytearray(recording.body)
     started = time.monotonic()
     timeout = httpx.Timeout(None, connect=10.0)
     sent = {"Accept-Encoding": "identity", **(headers or {})}
     try:
         async with (
             httpx.AsyncClient(trust_env=False, timeout=timeout) as client,
-            client.stream("POST", base_url(url) + ENGINES[engine].path, json=asked, headers=sent) as response,
+            client.stream(
+                "POST", base_url(url) + ENGINES[engine].path, json=recording.request, headers=sent
+            ) as response,
         ):
             recording.status = response.status_code
             recording.headers = dict(response.headers)
@@ -133,8 +142,11 @@ async def record(
                 on_read(len(part))
     except httpx.TransportError as error:
         recording.end = str(error) or type(error).__name__
-    recording.body = bytes(body)
-    return recording
+    except asyncio.CancelledError:
+        recording.end = "an interrupt"
+        raise
+    finally:
+        recording.body = bytes(body)
 
 
 def surroundings(body: bytes, error: DecodeError) -> str:
