@@ -229,7 +229,9 @@ async def test_workers_that_have_joined_since_are_found(speech: Speech) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "aclose"])
-async def test_a_server_abort_that_is_broken_off_leaves_nothing(speech: Speech, how: str) -> None:
+async def test_a_server_abort_that_is_broken_off_leaves_nothing_and_warns_of_nothing(
+    speech: Speech, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     tasks, _ = await settled()
     async with engine(speech, 1) as server:
         async with speech.client(server.url) as client:
@@ -245,6 +247,7 @@ async def test_a_server_abort_that_is_broken_off_leaves_nothing(speech: Speech, 
             told = sweeps(speech, server)
             await asyncio.sleep(0.1)
             assert sweeps(speech, server) == told, "it goes on"
+            assert warnings(caplog, server) == 0, "who breaks it off need not be told"
         await until(lambda: server.open == 0)
     await until(lambda: asyncio.all_tasks() == tasks)
 

@@ -105,6 +105,9 @@ class Control:
         sweeps = [self._keep(self._empty(worker, stop)) for worker in workers]
         try:
             await asyncio.wait(sweeps, timeout=until - self._loop.time())
+            for worker, sweep in zip(workers, sweeps, strict=True):
+                if not sweep.done():  # nobody has broken it off: the time is over
+                    log.warning("%s was not seen idle in time after the abort of all its requests", worker)
         finally:
             stop.set_result(None)
             await asyncio.wait(sweeps)  # an abort of all that came late would end what is started next
@@ -192,7 +195,6 @@ class Control:
                 if idle > 1:
                     return True
             await asyncio.wait({stop}, timeout=_REPEAT_AFTER if idle else _SWEEP_AGAIN)
-        log.warning("%s was not seen idle in time after the abort of all its requests", worker)
         return False
 
     async def _load(self) -> int:
