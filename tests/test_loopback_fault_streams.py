@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +186,19 @@ def test_glued_events_come_in_one_chunk(engine: Loopback) -> None:
     assert timeless(heard) == whole(engine)
     heard = disturbed(engine, "glue", size=100)
     assert len(heard.chunks) == 1
+
+
+def test_a_client_that_leaves_between_two_pieces_is_not_written_to_any_more(
+    engine: Loopback, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.faults = Faults([{"kind": "split"}])
+    for _ in range(12):
+        with connected(engine) as sock:
+            send(sock)
+            sock.recv(1 << 10)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
+    until(lambda: engine.stats().open_connections == 0)
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 # What the events say

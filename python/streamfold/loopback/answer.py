@@ -68,6 +68,8 @@ class Answer:
         """Write a part of the body: an event of a stream, as a chunk of its own."""
         if self.over:  # a fault has ended it, and another one before that has more to say
             return
+        if self._transport is not None and self._transport.is_closing():  # of which is told in the loop's next round
+            return
         if self.pace is None:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         elif self._chunked:
