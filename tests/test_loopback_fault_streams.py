@@ -126,9 +126,8 @@ def test_comments_only_keep_the_bytes_coming_and_nothing_else(engine: Loopback) 
     first, last = kinds.index(True), len(kinds) - 1 - kinds[::-1].index(True)
     assert first == 2
     assert all(kinds[first : last + 1])
-    assert kinds.count(True) >= 3
     engine.faults = Faults([{"kind": "comments", "pause": 0.01}])
-    with connected(engine, seconds=1) as sock:
+    with connected(engine) as sock:
         send(sock)
         raw = b""
         while raw.count(b": keep-alive\n\n") < 20:
