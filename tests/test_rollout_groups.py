@@ -25,7 +25,7 @@ from rollouts import (
 )
 from streamfold import Client
 from streamfold.buffer import Buffer
-from streamfold.groups import prompt_groups
+from streamfold.groups import prompt_groups, samples_of
 from streamfold.loopback import Loopback
 from streamfold.rollout import RolloutConfig
 from streamfold.sample import Sample
@@ -233,6 +233,20 @@ async def test_each_of_the_samples_that_a_generator_made_of_one_gets_a_reward() 
     assert result.groups == [group], "the same list, though its elements are other ones"
     assert [[s.reward for s in element] for element in group] == [[2.0] * 3] * 2
     assert len(rewards.asked) == 6
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_samples_that_a_generator_makes_anew_belong_to_the_group_they_were_made_for(several: bool) -> None:
+    async def anew(sample: Any, params: Any, *, aborted: Any) -> Any:
+        made = [Sample(tokens=[*sample.tokens], status=Status.COMPLETED) for _ in range(2)]
+        return made if several else made[0]
+
+    source = Buffer(groups_of(2))
+    result = await bounded(rollout(anew, groups=1, over_sampling=2).run(source))
+    (group,) = result.groups
+    each = 2 if several else 1
+    assert [(s.group_index, s.index) for s in samples_of(group)] == [(0, 0)] * each + [(0, 1)] * each
+    assert (source.in_flight, len(source)) == (0, 1), "the source knows which group is done"
 
 
 async def test_samples_made_of_one_get_no_reward_while_one_of_them_is_not_at_its_end() -> None:

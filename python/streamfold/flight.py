@@ -345,6 +345,7 @@ class Flight:
                 if made is None or made == []:
                     raise TypeError(f"the generator returned {made}: it must return the sample, or those made of it")
                 counted.extend(rules.samples_of([made]))
+                rules.keep_indices(sample, counted)
             return made
         finally:
             self._slots.release()

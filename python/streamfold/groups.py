@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from streamfold.sample import Sample
 
 __all__ = [
-    "Group", "Source", "begun_in", "index_of", "is_begun", "is_finished", "is_over", "is_partial", "note", "open_ones",
-    "prompt_groups", "samples_of", "stamp", "start_again", "tokens_of",
+    "Group", "Source", "begun_in", "index_of", "is_begun", "is_finished", "is_over", "is_partial", "keep_indices",
+    "note", "open_ones", "prompt_groups", "samples_of", "stamp", "start_again", "tokens_of",
 ]  # fmt: skip
 
 Group: TypeAlias = list[Any]
@@ -92,6 +92,14 @@ def is_partial(group: Group) -> bool:
 def is_begun(group: Group) -> bool:
     """Whether any sample has a response, or is at its end."""
     return any(sample.response_length or is_finished(sample) for sample in samples_of(group))
+
+
+def keep_indices(sample: Any, made: Iterable[Any]) -> None:  # noqa: ANN401  # ours or a host's
+    """Give what was made of a sample its indices, where it has none: a source knows its groups by them."""
+    for each in made:
+        for name in ("group_index", "index"):
+            if getattr(each, name, None) is None:
+                setattr(each, name, getattr(sample, name, None))
 
 
 def tokens_of(samples: Iterable[Any]) -> int:
