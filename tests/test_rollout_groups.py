@@ -203,6 +203,25 @@ async def test_notes_that_samples_share_are_not_written_into_each_other() -> Non
     assert [s.metadata.get("start_rollout_id") for s in groups[0]] == [3, None]
 
 
+async def test_a_source_that_refuses_to_take_groups_back_gets_them_once_more() -> None:
+    class Busy(HostSource):
+        refusals = 1
+
+        def add_samples(self, samples: list[Any]) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError("the queue is busy")
+            super().add_samples(samples)
+
+    script = Scripted({4: (1, ValueError("broken")), 6: (3, "hang"), 7: (3, "hang")}, wait=0.001)
+    source = Busy(groups_of(5))
+    options: dict[str, Any] = {"groups": 2, "over_sampling": 5, "partial_rollout": True}
+    async with nothing_left():
+        with pytest.raises(OSError, match="the queue is busy"):
+            await bounded(rollout(script, **options).run(source))
+    assert [group[0].group_index for group in source.back] == [0, 1, 2, 3, 4]
+
+
 # Generators that make several samples of one.
 
 

@@ -61,6 +61,7 @@ class Ledger:
         self._surplus: list[Group] = []
         self._open: list[Group] = []
         self._failed: list[Ended] = []
+        self._back: list[Group] = []  # on their way back, until the source has taken them
 
     # From the source.
 
@@ -218,8 +219,10 @@ class Ledger:
     def _give_back(self, groups: list[Group]) -> None:
         for group in groups:
             self._make_fit(group)
-        if groups:
-            self._source.add_samples(sorted(groups, key=rules.index_of))
+        self._back += groups
+        if self._back:
+            self._source.add_samples(sorted(self._back, key=rules.index_of))
+            self._back = []
 
     def _make_fit(self, group: Group) -> None:
         """Let samples that are not to be gone on with start again; note when the others were begun."""
