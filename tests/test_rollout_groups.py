@@ -222,6 +222,18 @@ async def test_a_source_that_refuses_to_take_groups_back_gets_them_once_more() -
     assert [group[0].group_index for group in source.back] == [0, 1, 2, 3, 4]
 
 
+async def test_samples_without_notes_may_fail_too() -> None:
+    groups = groups_of(2)
+    for sample in (sample for group in groups for sample in group):
+        sample.metadata = None  # type: ignore[assignment]
+    source = Buffer(groups)
+    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "group_tries": 2}
+    script = Scripted({0: (0, ValueError("broken"))}, wait=0.001)
+    given = [(await bounded(rollout(script, **options).run(source, i))).groups for i in range(2)]
+    assert given == [[groups[1]], []]
+    assert script.asked.count(0) == 2
+
+
 # Generators that make several samples of one.
 
 

@@ -192,7 +192,7 @@ class Ledger:
             samples = rules.samples_of(group)
             self._tally.groups["failed"] += 1
             rules.note((rules.open_ones(group) or samples)[0], failures=1)
-            if sum(sample.metadata.get("failures", 0) for sample in samples) < self._config.group_tries:
+            if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
                 back.append(group)
             else:
                 log.error(
