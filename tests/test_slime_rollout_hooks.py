@@ -181,6 +181,32 @@ def test_hooks_see_each_sample_once_at_its_end_and_may_replace_it() -> None:
     assert seen[:2] == [(0, "COMPLETED", False), (1, "TRUNCATED", False)]
 
 
+def test_a_hook_sees_a_sample_too_that_came_to_its_end_as_it_was_cut() -> None:
+    at_work = asyncio.Event()
+
+    async def faster_than_its_abort(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        try:
+            if sample.index:
+                at_work.set()
+                await asyncio.Event().wait()
+            await at_work.wait()
+        finally:
+            sample.tokens = [300]
+            append(sample, args, [301], text="x")
+            sample.status = Status.COMPLETED
+        return sample
+
+    vars(faster_than_its_abort)["abort_mode"] = "request"
+    hooked: list[int | None] = []
+    args = scripted(faster_than_its_abort, over_sampling_batch_size=2)
+    args.rollout_sample_hook_path = [lambda args, sample: hooked.append(sample.index)]
+    source = RolloutDataSourceWithBuffer(args)
+    rolled(args, source)
+    rolled(args, source, 1)
+    assert hooked[:2] == [0, 1]
+    assert hooked.count(1) == 1
+
+
 def test_a_hook_that_an_abort_finds_at_work_comes_to_its_end() -> None:
     hooked: list[int | None] = []
     at_work = asyncio.Event()

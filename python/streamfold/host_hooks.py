@@ -47,7 +47,12 @@ class HostGenerate:
         self, sample: HostSample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]
     ) -> Any:  # noqa: ANN401
         """The sample, or what was made of it."""
-        made = await self._generated(sample, sampling_params, aborted)
+        try:
+            made = await self._generated(sample, sampling_params, aborted)
+        except asyncio.CancelledError:
+            if self._hooks is None or not rules.is_finished(sample):
+                raise
+            made = sample  # the engine was faster: the cancel comes too late, as in what follows
         if self._hooks is not None and made and not rules.open_ones([made]):
             made = await _whole(self._hooks(self._args, made, evaluation=False))
         if isinstance(made, list):
