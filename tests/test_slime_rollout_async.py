@@ -312,3 +312,37 @@ sys.exit(3)
         assert (ended.returncode, ended.stderr) == (3, ""), ended.stderr
         assert [request for request in engine.seen() if request.path == "/abort_request"]
         soon(lambda: engine.stats().running == 0)
+
+
+@pytest.mark.parametrize("and_then", ["generates", "ends"])
+def test_a_process_that_is_forked_off_begins_anew_and_ends(and_then: str) -> None:
+    program = """
+import contextlib, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from host import installed
+from host.helpers import Scripted, nowhere
+from streamfold import slime
+
+contextlib.ExitStack().enter_context(keep := installed())  # to the end
+args = nowhere(custom_generate_function_path=Scripted())
+source = slime.DataSource(args)
+assert slime.generate_rollout_async(args, 0, source).samples
+child = os.fork()
+if not child:
+    signal.alarm(60)  # nobody else would end it
+    try:
+        source.get_samples(1)
+    except RuntimeError as error:
+        assert "forked" in str(error), error
+    else:
+        raise AssertionError
+    if sys.argv[2] == "generates":
+        assert slime.generate_rollout_async(args, 0, slime.DataSource(args)).samples
+    sys.exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+assert slime.generate_rollout_async(args, 1, source).samples
+sys.exit(3)
+"""
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), and_then]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=4 * LIMIT, check=False)
+    assert ended.returncode == 3, ended.stderr

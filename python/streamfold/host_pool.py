@@ -15,6 +15,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -82,6 +83,7 @@ class _Background:
     def __init__(self, host: Host) -> None:
         self.host: Final = host
         self._loop: asyncio.AbstractEventLoop
+        self._process = os.getpid()
         self._is_up = threading.Event()
         self._pool: Pool | None = None
         self._rollout: HostRollout | None = None
@@ -102,6 +104,9 @@ class _Background:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something there, and wait for it here; if that is interrupted, it is cancelled."""
+        if os.getpid() != self._process:
+            work.close()
+            raise RuntimeError("groups are in flight in the process that this one was forked from: ask for them there")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -169,6 +174,13 @@ def _close_at_exit() -> None:
             log.exception("the end of the process found groups in flight, and could not give them back")
 
 
+def _begin_anew() -> None:
+    _backgrounds.clear()
+    _lock.release()
+
+
 _backgrounds: Final[dict[str, _Background]] = {}  # of each host by its name, one for the process
 _lock = threading.Lock()
 atexit.register(_close_at_exit)
+# A child has neither the thread nor what is in flight in it: it begins anew, and has nothing to end.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_anew)
