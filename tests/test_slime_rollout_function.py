@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,10 +14,11 @@ from exactly import exactly
 from host import engine as engines
 from host import installed
 from host.helpers import Rewards, Scripted, Waiting, append, until
+from host.slime.rollout import sglang_rollout
 from host.slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.rollout.sglang_rollout import GenerateState
-from host.slime.utils import http_utils
+from host.slime.utils import http_utils, misc
 from host.slime.utils.misc import load_function
 from host.slime.utils.types import Sample
 from host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
@@ -324,6 +326,25 @@ def test_as_many_samples_are_in_flight_as_the_engines_of_the_host_take(
     told[f"{engines.current().name}_server_concurrency"] = 2
     rolled(scripted(generate, n_samples_per_prompt=12, **told))
     assert most == 6
+
+
+def test_what_a_release_may_not_have_is_not_needed(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit for its servers in the settings, no ``reset``, and no loader of functions where it used to be."""
+
+    args = scripted(Scripted(), over_sampling_batch_size=2, custom_generate_function_path=f"{__name__}.two_tokens")
+    source = RolloutDataSourceWithBuffer(args)
+    delattr(args, f"{engines.current().name}_server_concurrency")
+    state = SimpleNamespace(tokenizer=None, processor=None, sampling_params={"max_new_tokens": 4}, aborted=False)
+    monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
+    monkeypatch.delattr(misc, "load_function")
+    output = adapter().generate_rollout(args, 0, source)
+    assert [[sample.response for sample in group] for group in output.samples] == [["xx"]]
+    assert not state.aborted
+
+
+async def two_tokens(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    """At the dotted path of a function."""
+    return await Scripted()(args, sample, sampling_params)
 
 
 # What is left.

@@ -156,7 +156,7 @@ class _Background:
         if hasattr(data_source, "lives_in"):
             data_source.lives_in(self.call)
             self._closes.callback(data_source.lives_in, None)
-        self._closes.callback(rollout.state.reset)
+        self._closes.callback(rollout.reset)
         pool = Pool(rollout, data_source, in_flight=in_flight, version=version)
         self._pool = await self._closes.enter_async_context(pool)
         self._rollout, self._source = rollout, data_source

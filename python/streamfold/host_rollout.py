@@ -93,7 +93,7 @@ async def _train(host: Host, args: Args, rollout_id: int, data_source: _Source) 
     try:
         result = await rollout.run(data_source, rollout_id)
     finally:
-        rollout.state.reset()
+        rollout.reset()
     return train_output(rollout, data_source, rollout_id, result.groups, result.metrics)
 
 
@@ -204,6 +204,11 @@ class HostRollout(Rollout):
         self._flight = super().flight(tally, rewards, engines)
         return self._flight
 
+    def reset(self) -> None:
+        """Let the host's state say that no rollout is being aborted any more."""
+        getattr(self.state, "reset", lambda: None)()
+        self.state.aborted = False
+
     def _begin_abort(self) -> None:
         self.state.aborted = True
 
@@ -270,7 +275,7 @@ def _config(host: Host, args: Args, sampling_params: dict[str, Any]) -> RolloutC
         groups=args.rollout_batch_size,
         n_samples_per_prompt=args.n_samples_per_prompt,
         over_sampling=getattr(args, "over_sampling_batch_size", None),
-        concurrency=host.option(args, "server_concurrency"),
+        concurrency=host.option(args, "server_concurrency", usual.concurrency),
         partial_rollout=partial_rollout,
         mask_offpolicy=partial_rollout and bool(getattr(args, "mask_offpolicy_in_partial_rollout", False)),
         keep_finished=str(hosts.setting(args, "keep_finished", True)).lower() not in _OFF,  # noqa: FBT003  # a default

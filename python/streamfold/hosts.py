@@ -109,6 +109,11 @@ def has_any(inputs: Sized | None) -> bool:
     return inputs is not None and len(inputs) > 0
 
 
+def _function_at(path: str) -> Any:  # noqa: ANN401  # whatever is there
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 async def pause(seconds: float, aborted: Callable[[], bool]) -> None:
     """Wait, but not after the host has begun to abort."""
     clock = asyncio.get_running_loop().time
@@ -156,7 +161,8 @@ class Host(ABC):
 
     def load(self, path: str) -> Callable[..., Any]:
         """The function at a dotted path, found as the host finds it."""
-        function: Callable[..., Any] = self.module("utils.misc").load_function(path)
+        load = self.find("utils.misc", "load_function") or _function_at
+        function: Callable[..., Any] = load(path)
         return function
 
     def option(self, args: Args, name: str, *default: Value) -> Value:
