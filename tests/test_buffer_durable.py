@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,23 @@ def test_groups_in_flight_are_saved_as_they_are_at_that_moment(path: Path) -> No
     ((found,),) = loaded(path).take(1)
     assert (found.tokens, found.response, found.rollout_log_probs) == ([1, 2, 3], "Hi", [-0.5, -0.25])
     assert sample.tokens == [1, 2, 3, 4]
+
+
+def test_what_was_taken_down_is_written_later_as_it_was_whatever_became_of_it_meanwhile(path: Path) -> None:
+    buffer = Buffer(groups())
+    taken = buffer.take(4)
+    write = buffer.saving(path)
+    assert not path.exists()
+    buffer.done([taken[0]])
+    sample = taken[1][1][0]
+    for values in (sample.tokens, sample.loss_mask, sample.rollout_log_probs, sample.weight_versions):
+        values.clear()
+    sample.metadata["more"] = sample.response = ""
+    del taken[2:]
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert exactly(loaded(path).take(4)) == exactly(groups())
 
 
 def test_a_save_changes_nothing_in_the_samples(path: Path) -> None:

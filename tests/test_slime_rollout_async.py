@@ -255,6 +255,16 @@ def test_a_save_looks_at_samples_where_they_are_written_and_a_load_waits_for_the
     assert threads == {threading.current_thread().name}
 
 
+def test_groups_in_flight_do_not_wait_for_the_disk(host: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = scripted(Scripted({2: [(1, "hang"), (1, Status.COMPLETED)]}), save=str(tmp_path))
+    source = adapter().DataSource(args)
+    given(args, 0, source)
+    slow: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda file: slow.append(threading.current_thread().name))
+    source.save(0)
+    assert set(slow) == {threading.current_thread().name}
+
+
 def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate, streamfold_in_flight=1)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Place = tuple[Any, ...]
 
-__all__ = ["Unwritable", "load", "save"]
+__all__ = ["Packed", "Unwritable", "load", "save"]
 
 VERSION: Final = 1
 
@@ -92,12 +92,7 @@ def save(path: Path, value: Any) -> None:  # noqa: ANN401  # any tree
         Unwritable: there is something else in it.
         OSError: the disk is full, or gone. After both errors the file is what it was.
     """
-    with _replacing(path.resolve()) as file:
-        writer = _Writer(file)
-        writer.write(b"streamfold buffer %d\n" % VERSION)
-        index = orjson.dumps(writer.encode(value, ()))
-        writer.write(_INDEX_AT.pack(writer.write(index)))
-        file.write(writer.digest())
+    Packed(value).write(path)
 
 
 def load(path: Path) -> Any:  # noqa: ANN401  # any tree
@@ -124,26 +119,39 @@ def load(path: Path) -> Any:  # noqa: ANN401  # any tree
         return _READERS[version](file, path)
 
 
-class _Writer:
-    """Puts arrays into the file as it comes upon them, and gives the JSON that stands for them."""
+class Packed:
+    """A tree as it is at this moment, which may be written later and in another thread. Arrays are not copied.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
+    Raises:
+        Unwritable: as :func:`save`.
+    """
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401  # any tree
+        self._parts: list[memoryview] = []
         self._size = 0
+        self._put(b"streamfold buffer %d\n" % VERSION)
+        index = orjson.dumps(self._encode(value, ()))
+        self._put(_INDEX_AT.pack(self._put(index)))
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, path: Path) -> None:
+        """Write it in place of what the file holds; raises ``OSError`` as :func:`save`."""
+        digest = hashlib.sha256()
+        with _replacing(path.resolve()) as file:
+            for part in self._parts:
+                for start in range(0, len(part), _CHUNK):
+                    chunk = bytes(part[start : start + _CHUNK])  # so that both take the same, whatever others do
+                    file.write(chunk)
+                    digest.update(chunk)
+            file.write(digest.digest())
+
+    def _put(self, data: bytes | memoryview) -> int:
         """Append bytes; gives where they begin."""
         start = self._size
-        self._file.write(data)
-        self._digest.update(data)
+        self._parts.append(memoryview(data))
         self._size += len(data)
         return start
 
-    def digest(self) -> bytes:
-        return self._digest.digest()
-
-    def encode(self, value: Any, place: Place) -> Any:  # noqa: ANN401  # any tree
+    def _encode(self, value: Any, place: Place) -> Any:  # noqa: ANN401  # any tree
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -177,12 +185,12 @@ class _Writer:
         )
 
     def _items(self, values: list[Any] | tuple[Any, ...], place: Place) -> list[Any]:
-        return [self.encode(item, (*place, position)) for position, item in enumerate(values)]
+        return [self._encode(item, (*place, position)) for position, item in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], place: Place) -> Any:  # noqa: ANN401  # any tree
         if _TAG not in value and all(type(key) is str and _is_text(key) for key in value):
-            return {key: self.encode(item, (*place, key)) for key, item in value.items()}
-        pairs = [[self.encode(key, (*place, key)), self.encode(item, (*place, key))] for key, item in value.items()]
+            return {key: self._encode(item, (*place, key)) for key, item in value.items()}
+        pairs = [[self._encode(key, (*place, key)), self._encode(item, (*place, key))] for key, item in value.items()]
         return {_TAG: ["dict", pairs]}
 
     def _numpy(self, value: Array | np.generic, place: Place) -> Any:  # noqa: ANN401  # JSON
@@ -193,7 +201,7 @@ class _Writer:
 
     def _array(self, kind: str, array: Array) -> Any:  # noqa: ANN401  # JSON
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return {_TAG: [kind, array.dtype.str, array.shape, self.write(raw.data)]}
+        return {_TAG: [kind, array.dtype.str, array.shape, self._put(raw.data)]}
 
     def _bytes(self, kind: str, value: bytes) -> Any:  # noqa: ANN401  # JSON
         return self._array(kind, np.frombuffer(value, np.uint8))

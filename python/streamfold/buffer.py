@@ -7,6 +7,7 @@ with the trainer yet, so that after a restart from that file no group comes twic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -16,7 +17,7 @@ from streamfold.sample import Sample, SampleLike
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
 __all__ = ["Buffer", "Group", "SavedSample"]
 
@@ -150,6 +151,18 @@ class Buffer:
             ValueError: a sample cannot be written; the message names it and the field.
             OSError: the disk is full, or gone.
         """
+        self.saving(path)()
+
+    def saving(self, path: str | os.PathLike[str]) -> Callable[[], None]:
+        """Take down now what :meth:`save` writes, and give the function that writes it, in whatever thread.
+
+        Disks may be slow where event loops have to go on::
+
+            await asyncio.to_thread(buffer.saving(path))
+
+        Raises:
+            ValueError: as :meth:`save`. The function raises the ``OSError``.
+        """
         content = {
             "position": self._position,
             "sample_type": _type_name(self._sample_type),
@@ -157,7 +170,7 @@ class Buffer:
             "in_flight": [self._told(group) for group in self._in_flight.values()],
         }
         try:
-            archive.save(Path(path), content)
+            return functools.partial(archive.Packed(content).write, Path(path))
         except archive.Unwritable as error:
             raise ValueError(f"{path} was not written: {_culprit(content, error.place)} {error.problem}") from None
 

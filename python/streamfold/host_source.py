@@ -114,7 +114,8 @@ class DurableSource:
         """
         path = _path(self._host_args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._there(lambda: self._save(path, rollout_id))
+        write = self._there(lambda: self._saving(path, rollout_id))
+        write()  # here: a disk may be slow, and streams are read there
         self._super.save(rollout_id)  # second: without ours it would be a state that has lost the buffer
 
     def load(self, rollout_id: int | None = None) -> None:
@@ -195,12 +196,12 @@ class DurableSource:
         self.buffer.done(dropped)
         return [*chosen, *new]
 
-    def _save(self, path: Path, rollout_id: int) -> None:
+    def _saving(self, path: Path, rollout_id: int) -> Callable[[], None]:
         later, groups = self._delivered or (rollout_id, [])
         ahead = groups if later > rollout_id else []
         self.buffer.put(ahead)
         try:
-            self.buffer.save(path)
+            return self.buffer.saving(path)
         finally:
             self.buffer.done(ahead)
 
