@@ -203,6 +203,16 @@ async def test_notes_that_samples_share_are_not_written_into_each_other() -> Non
     assert [s.metadata.get("start_rollout_id") for s in groups[0]] == [3, None]
 
 
+async def test_a_source_may_give_its_groups_one_by_one() -> None:
+    class Lazy(HostSource):
+        def get_samples(self, num_samples: int) -> Any:
+            yield from super().get_samples(num_samples)
+
+    result = await bounded(rollout(Scripted(), groups=2).run(Lazy(groups_of(3))))
+    assert [group[0].group_index for group in result.groups] == [0, 1]
+    assert (await bounded(rollout(Scripted(), groups=2).run(Lazy(groups_of(1))))).is_short
+
+
 async def test_a_source_that_refuses_to_take_groups_back_gets_them_once_more() -> None:
     class Busy(HostSource):
         refusals = 1

@@ -72,7 +72,7 @@ class Ledger:
             ValueError: a group has not the number of samples that it should have.
         """
         self._now = now
-        taken = self._source.get_samples(n)
+        taken = list(self._source.get_samples(n))  # a generator would never be seen to be empty
         self.is_dry = not taken
         size = self._config.n_samples_per_prompt
         try:
