@@ -312,11 +312,12 @@ from host import arguments, installed
 from streamfold import slime
 
 contextlib.ExitStack().enter_context(keep := installed())  # to the end
-args = arguments(sys.argv[2], rollout_max_response_len=20_000, rollout_batch_size=1, streamfold_in_flight=8)
+args = arguments(sys.argv[2], rollout_max_response_len=20_000, rollout_batch_size=1, streamfold_in_flight=16)
 assert slime.generate_rollout_async(args, 0, slime.DataSource(args)).samples
 sys.exit(3)
 """
-    with Loopback(token_rate=500, stop_probability=1 / 200, incremental=True) as engine:
+    # The first group ends in half a second, the last one in seven: some are in flight however slowly the process ends.
+    with Loopback(token_rate=100, stop_probability=1 / 200, incremental=True) as engine:
         command = [sys.executable, "-W", "error", "-c", program, str(Path(__file__).parent), engine.url]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
         assert (ended.returncode, ended.stderr) == (3, ""), ended.stderr
