@@ -9,7 +9,7 @@ import copy
 import itertools
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from streamfold.sample import note, restart
+from streamfold.rewind import note, restart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from streamfold.ending import Ending
 from streamfold.engines import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.sample import KNOWN_TEXT, check_ready, merge, note, restart
-from streamfold.text import Stop, has_stopped_at, where_stopped, whole_text
+from streamfold.rewind import note
+from streamfold.sample import check_ready, merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +34,7 @@ Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # what a request ho
 S = TypeVar("S", bound="SampleLike")
 
 _LOGGER = logging.getLogger("streamfold")
-_ENDED: Final = ("COMPLETED", "TRUNCATED")
 _PROMPTS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
-# Sampling parameters that count from the first token of a call: grammars, and patterns that only the engine can read.
-_OF_ONE_CALL: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
 _LOOK_SECONDS: Final = 0.1  # how often a pause looks whether the host is aborting
 
 
@@ -67,11 +65,12 @@ async def complete(
     A prompt without ids (``sample.tokens`` empty) goes to the engine as ``sample.prompt``. Such a sample cannot go on
     from its own tokens: once cut, it starts again from its prompt, and ``metadata["restarted_tokens"]`` counts what
     was dropped. So does one that was cut in the middle of what may be a stop string, or that has a grammar or
-    ``stop_regex``: an engine would begin with them anew.
+    ``stop_regex``: an engine would begin with them anew. A later turn starts again from where it began.
 
     Args:
         client: of the engine.
-        sample: ours or a host's; PENDING, or ABORTED and gone on with. One that is at its end is returned as it is.
+        sample: ours or a host's; PENDING, or ABORTED and gone on with. One that is at its end is returned as it is. If
+            it is PENDING and has a response, a new turn begins behind that, whatever that ends with.
         sampling_params: as the engine has them, for the whole response: ``max_new_tokens`` counts all of it, and a
             call is given what is left. Without it nothing is resumed. Never changed.
         resume: ``"continue"`` goes on from the tokens that came. ``"restart"`` goes back to the state before the call
@@ -98,26 +97,35 @@ async def complete(
         asyncio.CancelledError: somebody cancelled this. What had arrived is in the sample, which is ABORTED, unless
             the engine was faster.
     """
+    params = client.ways.canonical(sampling_params)
+    ending = Ending(
+        sample=sample,
+        params=params,
+        ways=client.ways,
+        tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
+        ends=set() if stop_ids is None else stop_ids,
+        has_experts=client.experts is not None,
+    )
     work = _Completion(
         client=client,
         sample=sample,
-        params=client.ways.canonical(sampling_params),
+        params=params,
+        ending=ending,
         args=args,
         logprobs=logprobs,
-        tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
-        ends=set() if stop_ids is None else stop_ids,
         headers=headers,
         extra=extra,
         aborted=aborted,
         on_generation=on_generation,
     )
-    if work.has_ended:
+    if ending.has_come:
         return sample
     check_ready(sample)
     work.check()
+    ending.begin()
     failures, swept = 0, client.swept()
     for tries_left in itertools.count(client.retries.tries - 1, -1):
-        if work.settle():
+        if ending.settle():
             return sample
         generation, error, cut_here = await work.ask()
         cut_here = cut_here or swept.done()
@@ -132,14 +140,14 @@ async def complete(
             error is not None
             and resume != "raise"
             and tries_left > 0
-            and "max_new_tokens" in work.params
+            and "max_new_tokens" in params
             and _worth_another_try(error, generation)
         )
         if _is_damaged(error, generation) or (again and resume == "restart"):
             work.drop(generation)
         elif not work.try_to_write(generation, error):
             again = False
-        if error is None or work.settle():
+        if error is None or ending.settle():
             return sample
         if not again:
             raise error
@@ -158,18 +166,13 @@ class _Completion:
     client: Client
     sample: SampleLike
     params: dict[str, Any]
+    ending: Ending
     args: Any
     logprobs: bool
-    tokenizer: Tokenizer | None
-    ends: set[int]
     headers: Mapping[str, str] | None
     extra: Extra | None
     aborted: Callable[[], bool] | None
     on_generation: Callable[[Generation], object] | None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.sample.status.name in _ENDED
 
     def check(self) -> None:
         """Refuse what cannot end well before anything is asked for."""
@@ -234,8 +237,7 @@ class _Completion:
         """
         if self.on_generation is not None:
             self.on_generation(generation)
-        sample, before, more = self.sample, self.sample.response_length, len(generation.token_ids)
-        known = self._known_text
+        sample, more = self.sample, len(generation.token_ids)
         ended = generation.finish_reason in ("stop", "length")
         lacks_top_p = more > 0 and generation.top_p is None and expects_top_p(self.params)
         lacks_experts = ended and self.client.experts is not None and generation.routed_experts is None
@@ -250,157 +252,15 @@ class _Completion:
                     partial=generation,
                 )
             return
-        self._learn_end(generation)
-        text = None
-        if generation.text is None and more and self.tokenizer is not None:
-            text = self._decoded(generation, self.tokenizer)
-        merge(sample, generation, self.args, text=text)
-        if not before or not (more or ended):
-            return
-        if ended or self.tokenizer is None:
-            matched = generation.matched if more else None
-            self._retell(known, generation.text, matched, alone=generation.text is None)
-        else:  # to decode it takes time, which an abort of thousands has not
-            sample.metadata = {**(sample.metadata or {}), KNOWN_TEXT: known}
-
-    def _decoded(self, generation: Generation, tokenizer: Tokenizer) -> str:
-        """The text of a call that came without one; as engines do, without what it stopped at."""
-        ids, matched, stopped = generation.token_ids.tolist(), generation.matched, generation.finish_reason == "stop"
-        shows, skips = self.params.get("no_stop_trim"), self.params.get("skip_special_tokens", True)
-        if stopped and not shows and ids[-1] == matched:
-            del ids[-1]
-        text = tokenizer.decode(ids, skip_special_tokens=skips)
-        if not stopped or not isinstance(matched, str) or not matched:
-            return text
-        at = where_stopped(text, tokenizer.decode(ids[:-1], skip_special_tokens=skips), matched)
-        return text if at < 0 else text[: at + len(matched) if shows else at]
+        self.ending.learn(generation)
+        known = self.ending.known_text
+        merge(sample, generation, self.args, text=self.ending.text_of(generation))
+        self.ending.border(generation, known)
 
     def drop(self, generation: Generation) -> None:
         """Leave the sample as it was before the call."""
         note(self.sample, restarted_tokens=len(generation.token_ids))
         self.sample.status = type(self.sample.status)["ABORTED"]
-
-    def settle(self) -> bool:
-        """Whether the sample is at its end. If it was cut: see that it is, or that it can be gone on with."""
-        sample = self.sample
-        if self.has_ended:
-            return True
-        stop = self._stop()
-        if (ended_as := self._ended_as(stop)) is not None:
-            sample.status = type(sample.status)[ended_as]
-            if not self._lacks_experts():
-                return True
-            restart(sample)  # no later call will bring them
-        elif sample.response_length and (stop.within or self._has_to_restart):
-            restart(sample)
-        return False
-
-    @property
-    def _was_cut(self) -> bool:
-        """Whether the response ends where a call was cut. A pending one has turns that are over, and maybe a tool's."""
-        return bool(self.sample.status.name == "ABORTED")
-
-    @property
-    def _has_to_restart(self) -> bool:
-        """Whether a response cannot be gone on with: an engine knows only what it generates in the one call."""
-        knows_prompt = len(self.sample.tokens) > self.sample.response_length
-        return not knows_prompt or (self._was_cut and any(self.params.get(name) for name in _OF_ONE_CALL))
-
-    def _stop(self) -> Stop:
-        """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
-        sample, params = self.sample, self.params
-        if not self._was_cut or not sample.response_length or not params.get("stop"):
-            return Stop(None, within=False)
-        unknown = Stop(None, within=True)
-        if self._stops_later:
-            return unknown
-        text = self._whole_text(self._known_text)
-        if text is not None:
-            return has_stopped_at(text, params)
-        lags = self.client.ways.text_lags and not params.get("no_stop_trim")
-        # Without a text of the engine's, or without its end, and none can be made.
-        return unknown if lags or not sample.response else has_stopped_at(sample.response, params, whole=False)
-
-    @property
-    def _stops_later(self) -> bool:
-        """Whether stop strings count only behind some tokens."""
-        return self.client.ways.stops_after_minimum and bool(self.params.get("min_new_tokens"))
-
-    def _ended_as(self, stop: Stop) -> str | None:
-        """What a cut response amounts to, if it has come to its end all the same."""
-        sample, params, ways = self.sample, self.params, self.client.ways
-        limit = params.get("max_new_tokens")
-        full = isinstance(limit, int) and sample.response_length >= limit
-        if not sample.response_length:
-            return "TRUNCATED" if full else None
-        if full and (ways.budget_first or not self._was_cut):
-            self._retell(self._known_text, None, None)
-            return "TRUNCATED"
-        if not self._was_cut:
-            return None
-        # An engine that aborts a request does not look whether its last token would have ended it.
-        last = sample.tokens[-1]
-        if last in self._end_tokens:
-            # An end that the engine neither names nor leaves out of a text of its own is shown.
-            named = ways.ends_by_name or ways.tells_text or last in (params.get("stop_token_ids") or ())
-            self._retell(self._known_text, None, last if named else None)
-            return "COMPLETED"
-        if stop.end is not None:
-            self._retell(self._known_text, None, None)
-            sample.response = sample.response[: stop.end]
-            return "COMPLETED"
-        if full:
-            self._retell(self._known_text, None, None)
-            return "TRUNCATED"
-        return None
-
-    @property
-    def _end_tokens(self) -> set[int]:
-        """Tokens that end this response."""
-        given = set(self.params.get("stop_token_ids") or ())
-        if not self.params.get("ignore_eos"):
-            return self.ends | given
-        return set() if self.client.ways.ignores_given_ends else given
-
-    def _learn_end(self, generation: Generation) -> None:
-        """Take note of the model's own end, which is not one of this sample alone."""
-        end, params = generation.matched, self.params
-        unnamed = not (self.client.ways.ends_by_name or params.get("stop") or params.get("ignore_eos"))
-        if unnamed and end is None and generation.finish_reason == "stop" and len(generation.token_ids):
-            end = int(generation.token_ids[-1])
-        if isinstance(end, int) and end not in (params.get("stop_token_ids") or ()):
-            self.ends.add(end)
-
-    @property
-    def _known_text(self) -> int:
-        """So many characters of the response stand before the first border at which it was only joined."""
-        known: int = (self.sample.metadata or {}).get(KNOWN_TEXT, len(self.sample.response))
-        return known
-
-    def _retell(self, known: int, last: str | None, matched: int | str | None, *, alone: bool = False) -> None:
-        """Make the text of a response that came in parts one text, or say that it was only joined."""
-        sample, text = self.sample, self._whole_text(known, last, matched, alone=alone)
-        if text is not None:
-            sample.response = text
-        elif last is not None:  # an empty one too: the part before it may have held half a character back
-            note(sample, text_joined=True)
-        sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != KNOWN_TEXT}
-
-    def _whole_text(
-        self, known: int, last: str | None = None, matched: int | str | None = None, *, alone: bool = False
-    ) -> str | None:
-        """Make one text of the response's ids; None without a tokenizer, or if the engine knows better."""
-        if self.tokenizer is None:
-            return None
-        alone = alone or not self.client.ways.tells_text
-        return whole_text(
-            self.sample, self.tokenizer, self.params, known=known, last=last, matched=matched, alone=alone
-        )
-
-    def _lacks_experts(self) -> bool:
-        rows = getattr(self.sample, "rollout_routed_experts", None)
-        tokens, has = len(self.sample.tokens), self.sample.response_length
-        return self.client.experts is not None and has > 0 and (rows is None or len(rows) != tokens - 1)
 
 
 def _is_damaged(error: BaseException | None, generation: Generation) -> bool:

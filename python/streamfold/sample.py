@@ -24,22 +24,12 @@ if TYPE_CHECKING:
 
     Int32 = npt.NDArray[np.int32]
 
-__all__ = ["Sample", "SampleLike", "check_ready", "merge", "meta_info", "note", "restart"]
+__all__ = ["Sample", "SampleLike", "check_ready", "merge", "meta_info"]
 
 
 _STATUS_OF: Final = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORTED"}
 # What hosts' methods change in place, lists and counters.
 _IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
-
-
-# What a sample starts without: all that calls have written, and what was made of it.
-_OF_CALLS: Final = (
-    "response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets", "rollout_routed_experts", "weight_versions", "version_spans", "spec_info",
-    "prefix_cache_info", "prompt_tokens", "cached_tokens", "status",
-)  # fmt: skip
-KNOWN_TEXT: Final = "streamfold_known_text"  # a note: how much of a joined text is certain
-_NOTES_OF_CALLS: Final = ("text_joined", "streamfold_ended", "start_rollout_id", KNOWN_TEXT)
 
 
 _SPECULATION: Final = {  # a host's name, and vLLM's, the newer one first
@@ -361,31 +351,6 @@ def merge(
     if isinstance(sample, Sample):
         moved = [(version, before + start, before + end) for version, start, end in generation.version_spans]
         sample.version_spans = _joined([*sample.version_spans, *moved])
-
-
-def restart(sample: SampleLike) -> None:
-    """Go back to the prompt: clean in every field that calls have written, ours or a host's.
-
-    ``metadata["restarted_tokens"]`` counts the tokens that are dropped; other notes stay.
-    """
-    dropped, clean = sample.response_length, type(sample)()
-    sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
-    for name in _OF_CALLS:
-        if hasattr(sample, name):
-            setattr(sample, name, getattr(clean, name))
-    sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key not in _NOTES_OF_CALLS}
-    if dropped:
-        note(sample, restarted_tokens=dropped)
-
-
-def note(sample: SampleLike, **notes: int) -> None:
-    """Add to the counts that a sample carries in its metadata, or set a flag."""
-    # A dict of its own: the old one may be shared.
-    told = dict(sample.metadata or {})
-    for key, value in notes.items():
-        before = told.get(key)
-        told[key] = value + before if type(before) is int and value is not True else value
-    sample.metadata = told
 
 
 def check_ready(sample: SampleLike) -> None:

@@ -71,6 +71,7 @@ def whole_text(
     tokenizer: Tokenizer,
     params: Mapping[str, Any],
     *,
+    turn: tuple[int, int] = (0, 0),
     known: int,
     last: str | None,
     matched: int | str | None,
@@ -82,6 +83,7 @@ def whole_text(
         sample: with the response's ids.
         tokenizer: of the model.
         params: the sampling parameters: whether special tokens and stop strings are shown.
+        turn: tokens and characters at the beginning of the response that stand as they are.
         known: characters at the beginning of the response's text that stand. What else it has was joined.
         last: the engine's own text of the last part, to see how much of its end is shown; None if it sent none.
         matched: the stop token or string that ended the response.
@@ -91,7 +93,8 @@ def whole_text(
         The text; None if it does not begin as what stands, or not end as the engine's, which then knows better.
     """
     skip = params.get("skip_special_tokens", True)
-    start = len(sample.tokens) - sample.response_length
+    tokens_before, begins = turn
+    start = len(sample.tokens) - sample.response_length + tokens_before
     ids, before = sample.tokens[start:], sample.tokens[max(0, start - _CONTEXT) : start]
 
     def decode(head: list[int], ids: list[int]) -> str:
@@ -101,7 +104,7 @@ def whole_text(
             return text[len(context) :]
         return tokenizer.decode(ids, skip_special_tokens=skip)
 
-    stands = sample.response[:known].rstrip("\ufffd")
+    stands = sample.response[begins:known].rstrip("\ufffd")
     heads: list[list[int]] = [[]] if alone else [before, []]
     head = next((head for head in heads if decode(head, ids).startswith(stands)), None)
     if head is None:
@@ -115,8 +118,9 @@ def whole_text(
     if not shown:
         candidates.reverse()
     if last is None:
-        return candidates[0]
+        return sample.response[:begins] + candidates[0]
     ending = last[-_LOOK_BACK:]
     # Of a short last part only the end can be compared: its beginning may be a half of a character.
     ending = ending if len(last) > _LOOK_BACK else ending.lstrip("\ufffd")[1:]
-    return next((text for text in candidates if text.endswith(ending)), None)
+    text_of_turn = next((text for text in candidates if text.endswith(ending)), None)
+    return None if text_of_turn is None else sample.response[:begins] + text_of_turn
