@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+import bodies_vllm
 from completing import ENDED, SOON, answers, completed, cut, differs, sample_of
 from replay import DONE, HANG, PROMPT, Request, answer_json, chunk, event, head, stream, until
-from speaking import SGLANG
+from speaking import SGLANG, VLLM
 from streamfold import DecodeError, EngineError, Experts, StreamTruncated
 from streamfold.limits import Retries
 from streamfold.resume import complete, complete_all
@@ -221,6 +222,32 @@ async def test_damage_is_a_cut_after_good_tokens_and_an_error_before_any(speech:
         with pytest.raises(DecodeError):
             await completed(client, sample_of())
     assert len(engine.generates) == 3
+
+
+async def test_a_response_that_lacks_what_was_counted_behind_its_end_is_asked_for_again_from_before_it() -> None:
+    """sgl-project/sglang#19977: only the last word, the usage, tells of an event that was lost on the way."""
+
+    def lossy(prompt: int) -> list[Step]:
+        """Of two tokens one has come."""
+        ending = bodies_vllm.event([12], "stop")
+        return stream(ending, bodies_vllm.usage_event(2, prompt_tokens=prompt), DONE)
+
+    whole = stream(VLLM.part([11, 12], prompt=4, finish="stop"), DONE)
+    async with (
+        VLLM.replay(answers(cut(VLLM.part([10])), lossy(4), whole)) as engine,
+        VLLM.client(engine.url, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of())
+        assert [VLLM.ids(request) for request in engine.generates] == [PROMPT, [*PROMPT, 10], [*PROMPT, 10]]
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12], Sample.Status.COMPLETED)
+    assert sample.metadata["restarted_tokens"] == 1
+
+    async with VLLM.replay(lossy(3)) as engine, VLLM.client(engine.url, retries=Retries(tries=1)) as client:
+        sample = sample_of()
+        with pytest.raises(DecodeError) as caught:
+            await completed(client, sample)
+    assert caught.value.kind == "length"
+    assert (sample.tokens, sample.status) == (PROMPT, Sample.Status.ABORTED)
 
 
 async def test_the_last_failure_is_the_one_that_is_raised_and_its_tokens_are_kept(speech: Speech) -> None:
