@@ -239,6 +239,7 @@ async def test_a_response_that_lacks_what_was_counted_behind_its_end_is_asked_fo
     ):
         sample = await completed(client, sample_of())
         assert [VLLM.ids(request) for request in engine.generates] == [PROMPT, [*PROMPT, 10], [*PROMPT, 10]]
+        assert engine.aborts == [engine.generates[0].rid], "the others had ended"
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12], Sample.Status.COMPLETED)
     assert sample.metadata["restarted_tokens"] == 1
 

@@ -80,6 +80,29 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_its_finished_members_st
     assert result.metrics["rollout/samples/resumed"] == 1
 
 
+@pytest.mark.parametrize(("came", "goes_back"), [(0, False), (1, True)])
+async def test_a_group_goes_back_to_a_host_for_what_was_cut_and_not_for_what_is_finished(
+    came: int, goes_back: bool
+) -> None:
+    """THUDM/slime#2272: only a sample that was cut, and has a response, is something to go on with."""
+    group, other = groups_of(2)
+    source, script = HostSource([group, other]), Scripted({0: (2, Status.COMPLETED), 1: (came, "hang")}, wait=0.01)
+    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "partial_rollout": True}
+    result = await bounded(rollout(script, **options).run(source))
+    assert result.groups == [other]
+    assert source.back == ([group] if goes_back else [])
+    assert result.metrics["rollout/groups/dropped"] == (not goes_back)
+
+
+async def test_a_sample_whose_generator_says_that_it_failed_is_at_its_end() -> None:
+    (group,) = groups_of(1)
+    script, rewards = Scripted({0: (1, Status.FAILED)}), Counted()
+    result = await bounded(rollout(script, groups=1, reward=rewards).run(Buffer([group])))
+    assert (result.groups, sorted(script.asked)) == ([group], [0, 1])
+    assert [sample.status for sample in group] == [Status.FAILED, Status.COMPLETED]
+    assert sorted(rewards.asked) == [(0, "x"), (1, "xx")]
+
+
 async def test_a_sample_that_is_cut_again_keeps_the_rollout_in_which_it_was_begun() -> None:
     source = Buffer([*groups_of(2, 4)])
     await cut_mixed(source)
