@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from replay import (
@@ -26,7 +27,7 @@ from replay import (
     stream,
     until,
 )
-from streamfold import Client, EngineTimeout, Retries, Timeouts
+from streamfold import Client, EngineError, EngineTimeout, Retries, Timeouts
 from streamfold.limits import Deadline
 from unreachable import first_bytes, full_house
 
@@ -127,6 +128,21 @@ async def test_a_phase_without_a_limit_is_waited_for(speech: Speech) -> None:
     only_next = Timeouts(first_token=None, next_token=0.1)
     async with speech.replay([0.3, head(), chunk(speech.event([1], 1)), HANG]) as server:
         assert (await timed_out(speech, server, only_next)).phase == "next_token"
+
+
+async def test_httpx_itself_limits_nothing_but_the_connect(speech: Speech) -> None:
+    """2389-research/tracker#575: a limit on each read, shorter than the prefill, ended healthy requests."""
+    told: list[object] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        told.append(request.extensions["timeout"])
+        return httpx.Response(400)
+
+    transport = httpx.MockTransport(refuse)
+    async with speech.client("http://engine", timeouts=Timeouts(connect=7), transport=transport) as client:
+        with pytest.raises(EngineError):
+            await client.generate(PROMPT, ASKED)
+    assert told[0] == {"connect": 7}
 
 
 async def test_a_busy_event_loop_is_not_a_silent_engine(speech: Speech) -> None:

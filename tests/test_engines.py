@@ -12,6 +12,7 @@ import pytest
 
 from streamfold import Client, EngineError, Experts
 from streamfold.engines import Asked, Sglang, token_array
+from streamfold.hosts import address
 from streamfold.replies import error_message, retry_after
 from streamfold.urls import base_url
 
@@ -153,8 +154,14 @@ def test_what_is_no_row_of_token_ids_is_refused(ids: Any) -> None:
 # Addresses.
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]", "2001:db8::1", "fe80::1%eth0", "::ffff:127.0.0.1"])
+def test_a_routers_host_gets_its_brackets_once(host: str) -> None:
+    """encode/httpx#1311."""
+    assert address(host, 30000) == base_url(address(host, 30000)) == f"http://[{host.strip('[]')}]:30000"
+
+
 @pytest.mark.parametrize(
-    ("address", "normal"),
+    ("written", "normal"),
     [
         ("http://h:1/api/", "http://h:1/api"),
         ("http://h:1/api", "http://h:1/api"),
@@ -176,8 +183,8 @@ def test_what_is_no_row_of_token_ids_is_refused(ids: Any) -> None:
         ("::ffff:127.0.0.1:30000", "http://[::ffff:127.0.0.1]:30000"),
     ],
 )
-def test_an_address_has_one_normal_form_however_it_is_written(address: str, normal: str) -> None:
-    assert base_url(address) == normal
+def test_an_address_has_one_normal_form_however_it_is_written(written: str, normal: str) -> None:
+    assert base_url(written) == normal
     assert base_url(normal) == normal
 
 

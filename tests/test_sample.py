@@ -12,6 +12,8 @@ import pytest
 from host.helpers import nowhere
 from host.slime.utils.types import Sample as HostSample
 from streamfold import Generation
+from streamfold.groups import stamp
+from streamfold.rewind import note, restart
 from streamfold.sample import Sample, check_ready, merge, meta_info
 
 if TYPE_CHECKING:
@@ -21,6 +23,10 @@ AnySample = Sample | HostSample
 
 ARGS = nowhere(num_layers=2, moe_router_topk=1, num_experts=None)
 PROMPT = [5, 6, 7]
+NOT_OF_CALLS = {  # what no call writes
+    "group_index", "index", "prompt", "label", "session_id", "multimodal_inputs", "generate_function_path",
+    "remove_sample", "train_metadata", "multimodal_train_inputs",
+}  # fmt: skip
 BOTH = pytest.mark.parametrize("kind", [Sample, HostSample], ids=["ours", "the host's"])
 
 
@@ -240,6 +246,30 @@ def test_whatever_else_a_host_refuses_leaves_its_sample_as_it_was(kind: Any) -> 
         merge(sample, generation(2), ARGS)
     assert arrays_as_lists(sample) == before
     assert sample.tokens is tokens
+
+
+@BOTH
+def test_a_sample_that_starts_again_is_clean_in_every_field_and_its_twin_stays_as_it_was(kind: Any) -> None:
+    """THUDM/slime#2092: what was left of the first try went on to be trained on."""
+    args = nowhere(num_layers=2, moe_router_topk=1, num_experts=None, sglang_speculative_algorithm="EAGLE")
+    fresh = kind(prompt="x", tokens=list(PROMPT), label="y", session_id="z", metadata={"mine": 1})
+    sample = copy.deepcopy(fresh)
+    counts = {"spec_verify_ct": 2, "spec_accept_token_num": 1, "spec_draft_token_num": 4, "completion_tokens": 2}
+    made = generation(1, 2, finish="abort", top_p=top_p([1, 9], [2]), routed_experts=experts(4), meta=counts)
+    merge(sample, made, args)
+    twin, before = copy.copy(sample), arrays_as_lists(sample)
+    merge(sample, generation(3, top_p=top_p([3]), routed_experts=experts(5), meta=counts), args)
+    assert arrays_as_lists(twin) == before
+    sample.reward = 1.0
+    stamp([sample], 4)
+    note(sample, text_joined=True, lost_side_data=2)
+    changed = {name for name, value in arrays_as_lists(sample).items() if value != arrays_as_lists(fresh)[name]}
+    assert vars(sample).keys() - changed <= NOT_OF_CALLS
+    restart(sample)
+    assert arrays_as_lists(sample) == {
+        **arrays_as_lists(fresh),
+        "metadata": {"mine": 1, "lost_side_data": 2, "restarted_tokens": 3},
+    }
 
 
 def test_what_the_engine_did_not_tell_is_left_out() -> None:

@@ -187,6 +187,15 @@ async def test_a_server_that_cannot_render_is_told_by_its_missing_flag(status: i
         assert len(server.at(RENDER)) == 1
 
 
+async def test_proxies_of_the_shell_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """THUDM/slime#1714, encode/httpx#3574."""
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "fe80::/10")
+    async with serving(answer_json(rendered())) as server:
+        assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
+
+
 async def test_no_json_is_no_rendered_prompt() -> None:
     async with serving(answer(b"<html>")) as server:
         with pytest.raises(NotImplementedError, match="<html>"):
