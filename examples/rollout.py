@@ -18,11 +18,11 @@ from streamfold.sample import Sample
 PROMPTS = [f"What is {n} times {n}?" for n in range(11, 23)]
 CONFIG = RolloutConfig(
     groups=4,
-    over_sampling=6,
+    over_sampling=8,
     n_samples_per_prompt=2,
     partial_rollout=True,
     seed=0,
-    sampling_params={"max_new_tokens": 200, "temperature": 1.0},
+    sampling_params={"max_new_tokens": 400, "temperature": 1.0},
 )
 
 

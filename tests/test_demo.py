@@ -156,8 +156,9 @@ def test_a_reward_computed_never_or_twice_is_found(calls: int, report: demo.Repo
 # The same, on an engine of one's own.
 
 
-def test_the_example_runs_against_any_engine(tmp_path: Path) -> None:
-    with Loopback(token_rate=300, stop_probability=1 / 100) as engine:
+def test_the_example_runs_against_any_engine_and_resumes_what_it_cut(tmp_path: Path) -> None:
+    # With this seed the first rollout has enough after 57 tokens, when two samples want more than 180 others.
+    with Loopback(token_rate=200, stop_probability=1 / 100, seed=33) as engine:
         done = subprocess.run(
             [sys.executable, EXAMPLE, engine.url],
             cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
@@ -167,6 +168,8 @@ def test_the_example_runs_against_any_engine(tmp_path: Path) -> None:
     told: list[Any] = [line for line in lines if line.startswith("rollout")]
     assert [line.partition(":")[0] for line in told] == ["rollout 0", "rollout 1"]
     assert all(" 0 tokens lost" in line for line in told)
+    first, second = (int(line.split()[2]) for line in told)
+    assert (first, second > 0) == (0, True)
     assert len(lines) - len(told) == 8, "two rollouts of four groups"
     assert "'aborted'" not in done.stdout
     assert done.stderr == ""
