@@ -34,13 +34,17 @@ class Experts:
         cls, num_layers: int, top_k: int, num_experts: int | None = None, dtype: _ExpertsDtype = "int32"
     ) -> Experts: ...
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Layers with experts: the second dimension of the array."""
     @property
-    def top_k(self) -> int: ...
+    def top_k(self) -> int:
+        """Experts that a token is routed to in each layer: the third dimension."""
     @property
-    def num_experts(self) -> int | None: ...
+    def num_experts(self) -> int | None:
+        """How many experts a layer has, so that each id is less. None: there is no upper bound."""
     @property
-    def dtype(self) -> _ExpertsDtype: ...
+    def dtype(self) -> _ExpertsDtype:
+        """The type of one id on the wire, where the reply does not tell it."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __getnewargs__(self) -> tuple[int, int, int | None, str]: ...
@@ -120,7 +124,8 @@ class Parser:
 
     ``logprobs`` says whether they were asked for. ``prompt_len`` is checked against the engine's count and gives
     routed experts their rows, less ``experts_start``. ``clamped`` says what to do with a logprob that is the
-    engine's stand-in for minus infinity. ``max_new_tokens`` sizes the first buffers; it is no limit.
+    engine's stand-in for minus infinity. ``max_new_tokens`` sizes the first buffers; it is no limit. An event longer
+    than ``max_event_bytes`` is a ``DecodeError``.
 
     After an error ``feed`` and ``close`` raise it again, and ``take`` gives the state of the last good event.
     """
@@ -140,10 +145,13 @@ class Parser:
     def feed(self, data: bytes | bytearray | memoryview, /) -> int:
         """Read the next bytes, cut anywhere; the number of tokens that became available (0: more are needed).
 
-        Raises DecodeError or EngineError; ValueError after :meth:`take`.
+        Raises ``DecodeError`` or ``EngineError``; ``ValueError`` after :meth:`take`.
         """
     def close(self, aborted: bool = False) -> None:
-        """Tell that the body has ended. Raises StreamTruncated if no finish reason was seen, unless ``aborted``."""
+        """Tell that the body has ended.
+
+        Raises ``StreamTruncated`` if no finish reason was seen, unless ``aborted``.
+        """
     def take(self) -> Generation:
         """Give what is there, at any time, after an error too. The parser is spent afterwards."""
     @property

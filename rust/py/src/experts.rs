@@ -2,7 +2,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use streamfold_core::Dtype;
 
-/// How an engine writes routed experts.
+/// How an engine writes routed experts (router replay).
+///
+/// ``num_layers`` and ``top_k`` give the shape, ``num_experts`` the range that ids are checked against,
+/// ``dtype`` the type of one id on the wire (little endian). A dtype that the reply itself tells wins; vLLM's does.
+/// An SGLang engine that tells none may not know that another one can be asked for: it sends int32, which is taken
+/// too if there are exactly as many bytes.
 #[pyclass(frozen, eq, hash, module = "streamfold._core")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Experts(pub(crate) streamfold_core::Experts);
@@ -29,21 +34,25 @@ impl Experts {
         }))
     }
 
+    /// Layers with experts: the second dimension of the array.
     #[getter]
     fn num_layers(&self) -> usize {
         self.0.num_layers
     }
 
+    /// Experts that a token is routed to in each layer: the third dimension.
     #[getter]
     fn top_k(&self) -> usize {
         self.0.top_k
     }
 
+    /// How many experts a layer has, so that each id is less. None: there is no upper bound.
     #[getter]
     fn num_experts(&self) -> Option<u32> {
         self.0.num_experts
     }
 
+    /// The type of one id on the wire, where the reply does not tell it.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.0.dtype.name()

@@ -7,34 +7,44 @@ use streamfold_core::{Matched, RoutedExperts};
 
 const FINISH_REASONS: [&str; 3] = ["stop", "length", "abort"];
 
-/// What one HTTP call produced.
-///
-/// Arrays are made by rust-numpy: the vector moves into an object that the array keeps, so nothing is copied, and
-/// the array is writable, aligned, and its own. An `__array_interface__` on a frozen class does the same; both were
-/// tried on abi3-py310. There `np.asarray` takes 5 µs an array instead of 0.1, since numpy asks for a dict of Python
-/// objects, and a dtype or shape that disagrees with the buffer is found by nobody.
+// Arrays are made by rust-numpy: the vector moves into an object that the array keeps, so nothing is copied, and
+// the array is writable, aligned, and its own. An `__array_interface__` on a frozen class does the same; both were
+// tried on abi3-py310. There `np.asarray` takes 5 µs an array instead of 0.1, since numpy asks for a dict of Python
+// objects, and a dtype or shape that disagrees with the buffer is found by nobody.
+/// What one HTTP call produced. Immutable and picklable; its arrays belong to the caller and are writable.
 #[pyclass(frozen, module = "streamfold._core")]
 pub(crate) struct Generation {
+    /// The sampled tokens, stop token included: int32 ``[n]``.
     #[pyo3(get)]
     token_ids: Py<PyArray1<i32>>,
+    /// One natural logarithm per token, float64 ``[n]``, exactly as sent; None if not asked for.
     #[pyo3(get)]
     logprobs: Option<Py<PyArray1<f64>>>,
+    /// The engine's text; None if it sent none (or left it out of an event that brought tokens).
     #[pyo3(get)]
     text: Option<Py<PyString>>,
+    /// Why the engine ended it; None if the stream was cut before it said so.
     #[pyo3(get)]
     finish_reason: Option<&'static str>,
+    /// The stop token or stop string, if the engine told; of a repetition that vLLM ended, its word for that.
     #[pyo3(get)]
     matched: Option<Py<PyAny>>,
+    /// int32, uint8 or uint16 ``[rows, num_layers, top_k]``; flat if the parser was given no ``experts``.
     #[pyo3(get)]
     routed_experts: Option<Py<PyAny>>,
+    /// ``(token_ids int32 [m], offsets int32 [n + 1])``: the ids that sampling could choose, per token.
     #[pyo3(get)]
     top_p: Option<Py<PyTuple>>,
+    /// ``(weight version, start, end)`` over this call's tokens, half open, in order.
     #[pyo3(get)]
     version_spans: Py<PyList>,
+    /// The length of the prompt, as last told by the engine.
     #[pyo3(get)]
     prompt_tokens: Option<u64>,
+    /// How many tokens of the prompt came from the engine's cache, as last told.
     #[pyo3(get)]
     cached_tokens: Option<u64>,
+    /// How many logprobs were the engine's stand-in for minus infinity (only with ``clamped="keep"``).
     #[pyo3(get)]
     clamped_logprobs: usize,
     /// The members of `meta` as JSON, until somebody asks.
@@ -110,6 +120,9 @@ impl Generation {
         })
     }
 
+    /// Every other scalar or object that the engine told, the latest value of each key.
+    ///
+    /// vLLM's event, choice and usage together; of a key in several of them the innermost counts.
     #[getter]
     fn meta<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let meta = self.meta.get_or_try_init(py, || {
@@ -121,6 +134,10 @@ impl Generation {
         Ok(meta.bind(py).clone())
     }
 
+    /// The arrays as tensors over the same memory, where torch knows the dtype (imports torch here).
+    ///
+    /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``top_p_token_ids``, ``top_p_offsets``; those that
+    /// are None are left out.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let from_numpy = py.import("torch")?.getattr("from_numpy")?;
         let tensors = PyDict::new(py);

@@ -9,7 +9,14 @@ use crate::errors::{raise, raise_bug};
 use crate::experts::Experts;
 use crate::generation::Generation;
 
-/// Folds the bytes of one streamed reply into one Generation.
+/// Folds the bytes of one streamed reply into one :class:`Generation`; ``dialect`` is one of ``DIALECTS``.
+///
+/// ``logprobs`` says whether they were asked for. ``prompt_len`` is checked against the engine's count and gives
+/// routed experts their rows, less ``experts_start``. ``clamped`` says what to do with a logprob that is the
+/// engine's stand-in for minus infinity. ``max_new_tokens`` sizes the first buffers; it is no limit. An event longer
+/// than ``max_event_bytes`` is a ``DecodeError``.
+///
+/// After an error ``feed`` and ``close`` raise it again, and ``take`` gives the state of the last good event.
 #[pyclass(module = "streamfold._core")]
 pub(crate) struct Parser {
     inner: streamfold_core::Parser,
@@ -62,6 +69,9 @@ impl Parser {
         Ok(Self { inner, experts, is_closed: false, is_taken: false, is_broken: false })
     }
 
+    /// Read the next bytes, cut anywhere; the number of tokens that became available (0: more are needed).
+    ///
+    /// Raises ``DecodeError`` or ``EngineError``; ``ValueError`` after :meth:`take`.
     #[pyo3(signature = (data, /))]
     fn feed(&mut self, data: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.check_not_taken()?;
@@ -82,6 +92,9 @@ impl Parser {
         self.run(data.py(), |parser| parser.feed(bytes.as_bytes()))
     }
 
+    /// Tell that the body has ended.
+    ///
+    /// Raises ``StreamTruncated`` if no finish reason was seen, unless ``aborted``.
     #[pyo3(signature = (aborted=false))]
     fn close(&mut self, py: Python<'_>, aborted: bool) -> PyResult<()> {
         self.check_not_taken()?;
@@ -89,27 +102,32 @@ impl Parser {
         self.run(py, |parser| parser.close(aborted))
     }
 
+    /// Give what is there, at any time, after an error too. The parser is spent afterwards.
     fn take<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
         self.check_not_taken()?;
         self.is_taken = true;
         Generation::from_core(py, self.inner.take(), self.experts)
     }
 
+    /// Tokens so far.
     #[getter]
     fn token_count(&self) -> usize {
         self.inner.token_count()
     }
 
+    /// Whether the terminal event, the one with a finish reason, was seen. vLLM tells its usage afterwards.
     #[getter]
     fn finished(&self) -> bool {
         self.inner.finished()
     }
 
+    /// Whether ``[DONE]`` was seen too.
     #[getter]
     fn done(&self) -> bool {
         self.inner.done()
     }
 
+    /// Bytes held: arrays, text, and the event that is still incomplete.
     fn __sizeof__(&self) -> usize {
         self.inner.held()
     }
