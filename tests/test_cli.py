@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -157,6 +158,38 @@ def test_record_saves_the_very_bytes_and_replay_reads_them(tmp_path: Path) -> No
     assert f"{len(expected.token_ids)}" in shown.stdout
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "vllm-completions"])
+def test_record_of_each_engine_names_the_command_that_reads_it(engine: str, tmp_path: Path) -> None:
+    payload, out = tmp_path / "payload.json", tmp_path / "[bold] stream.sse"
+    params = {"max_tokens": 8, "logprobs": 1, "temperature": 0, "ignore_eos": True}
+    requests: dict[str, dict[str, Any]] = {
+        "sglang": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
+        "vllm": {"token_ids": [1, 2], "sampling_params": params},
+        "vllm-completions": {"prompt": [1, 2], "return_token_ids": True, **params},
+    }
+    payload.write_text(json.dumps(requests[engine]), encoding="utf-8")
+    with Loopback(engine="sglang" if engine == "sglang" else "vllm") as server:
+        done = streamfold("record", "--url", server.url, "--engine", engine, "--payload", payload, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "HTTP 200" in done.stdout
+    _, *command = shlex.split(done.stdout.strip().rpartition("look into it: ")[2])
+    shown = streamfold(*command)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    facts = dict(re.findall(r"^(\S.*?) {2,}(.*\S)", shown.stdout, re.MULTILINE))
+    assert facts["tokens"] == "8"
+    assert facts["finish reason"] == "length"
+    assert facts["logprobs"].count(",") == 7
+
+
+def test_replay_of_bytes_alone_says_what_to_tell_it(tmp_path: Path) -> None:
+    alone = tmp_path / "alone.sse"
+    alone.write_bytes((DATA / "cases" / "13-done-without-finish.sse").read_bytes())
+    told = streamfold("replay", alone)
+    assert "--logprobs" in told.stdout
+    assert "--dialect" in told.stdout
+    assert "--dialect" not in streamfold("replay", alone, "--dialect", "sglang").stdout
+
+
 def test_replay_shows_the_bytes_around_an_error() -> None:
     case = DATA / "cases" / "25-nan-literal.sse"
     shown = streamfold("replay", case, "--logprobs")
@@ -229,6 +262,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     "beside",
     [
         "{", "\xff", "[]", '{"request": [1]}', '{"status": "200"}', '{"headers": 4}', '{"end": 7}', '{"reads": 5}',
+        '{"engine": 4}', '{"engine": "tgi"}', '{"engine": []}',
         '{"reads": [[1]]}', '{"reads": [[0.1, -5]]}', '{"reads": [[0.1, "k"]]}', '{"reads": [[null, 1]]}',
     ],
 )  # fmt: skip

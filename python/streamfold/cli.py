@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,7 @@ from streamfold.console import (
     progress_bar,
     tokenizer_option,
 )
+from streamfold.engines import ENGINES
 from streamfold.errors import DecodeError, EngineError
 from streamfold.journal import Journal, Plan
 from streamfold.limits import Limits, Retries
@@ -351,14 +353,20 @@ async def _show(client: Client, work: _Work, make: Callable[[], Coroutine[Any, A
 def record(
     url: Annotated[str, typer.Option(help="The engine or router, as in http://10.0.0.1:30000.")],
     payload: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="The request's JSON object, as the engine takes it.")
+        Path, typer.Option(exists=True, dir_okay=False, help="The request's JSON object, as that engine takes it.")
     ],
     out: Annotated[Path, typer.Option(dir_okay=False, help="The stream; the rest is told beside it, in .json.")] = Path(
         "stream.sse"
     ),
+    engine: Annotated[
+        Literal["sglang", "vllm", "vllm-completions"], typer.Option(help="Whose endpoint takes the request.")
+    ] = "sglang",
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
 ) -> None:
     """Send one request and save the reply as it comes, byte for byte, with the time of each read.
+
+    It goes to SGLang's /generate, with --engine vllm to /inference/v1/generate, with vllm-completions to
+    /v1/completions: there replay needs "return_token_ids": true in the payload, which is sent as it is, but streamed.
 
     Ctrl-C ends it and keeps what has come. Look into it with [bold]streamfold replay[/].
     """
@@ -367,11 +375,11 @@ def record(
     except ValueError as error:
         fail(f"{payload} is no JSON: {error}")
     if not isinstance(request, dict):
-        fail(f'{payload} must hold a JSON object, as in {{"text": "Hi", "sampling_params": {{}}}}')
+        fail(f"{payload} must hold a JSON object: the body of a POST to {ENGINES[engine].path}")
     beside = out.with_suffix(".json")
     if out == beside or payload.resolve() in (out.resolve(), beside.resolve()):
         fail(f"--out {out}: the stream and {beside}, which tells of it, need names of their own")
-    saved = Recording(b"", request=request)
+    saved = Recording(b"", request=request, engine=engine)
     with progress_bar("{task.fields[size]} bytes in {task.fields[reads]} reads", target=errors) as progress:
         task = progress.add_task("recording", total=None, size=0, reads=0)
 
@@ -399,13 +407,16 @@ def record(
     except OSError as error:
         fail(f"{out} cannot be written: {error}")
     console.print(f"HTTP {saved.status}, {len(saved.body)} bytes in {len(saved.reads)} reads, ended by {saved.end}")
-    console.print(f"Saved to {out} and {beside}; look into it: streamfold replay {out}")
+    told = f"Saved to {out} and {beside}; look into it: streamfold replay {shlex.quote(str(out))}"
+    console.print(told, markup=False, soft_wrap=True)
 
 
 @app.command()
 def replay(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A recorded stream.")],
-    dialect: Annotated[str, typer.Option(help=f"One of {', '.join(DIALECTS)}.")] = "sglang",
+    dialect: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(DIALECTS)}; else that of the recorded engine.")
+    ] = None,
     logprobs: Annotated[
         bool | None, typer.Option("--logprobs/--no-logprobs", help="Whether they were asked for; else as recorded.")
     ] = None,
@@ -425,7 +436,11 @@ def replay(
     if recording.status not in (None, 200):
         errors.print(f"HTTP {recording.status}: this is no stream", style="red")
     if not recording.request and logprobs is None:
-        console.print("What was asked is not known (no .json beside it): --logprobs reads log-probabilities too")
+        read_as = "" if dialect else ", --dialect what is not SGLang's"
+        console.print(
+            f"What was asked is not known (no .json beside it): --logprobs reads log-probabilities too{read_as}",
+            soft_wrap=True,
+        )
     generation, error = recording.replay(parser)
     print_generation(generation, len(recording.body))
     if error is not None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Recording", "record", "surroundings"]
 
 _WIDTH = 70  # bytes shown on each side of an error
-_TOLD: Final = {"request": dict, "status": int, "headers": dict, "reads": list, "end": str}
+_TOLD: Final = {"request": dict, "engine": str, "status": int, "headers": dict, "reads": list, "end": str}
+_MEDIA: Final = ("image_data", "video_data", "audio_data", "content_parts")  # they make a prompt longer than its ids
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Recording:
     Attributes:
         body: its bytes, without HTTP's own framing.
         request: the JSON object that was sent; empty if nobody knows.
+        engine: what took it, as :class:`Client` names it.
         status: the HTTP status; None if no reply came.
         headers: those of the reply.
         reads: for each read, the seconds since the request and the number of bytes.
@@ -44,6 +46,7 @@ class Recording:
 
     body: bytes
     request: dict[str, Any] = field(default_factory=dict)
+    engine: str = "sglang"
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     reads: list[tuple[float, int]] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Recording:
             reads = [(float(at), int(size)) for at, size in known.pop("reads", [])]
             wrong = [key for key, value in known.items() if not isinstance(value, _TOLD[key])]
             wrong += ["reads"] * any(size < 0 for _, size in reads)
+            wrong += ["engine"] * (known.get("engine", "sglang") not in ENGINES)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{beside} does not tell of a stream ({error}): move it away to go without") from None
         if wrong:
@@ -85,16 +89,25 @@ class Recording:
         return [part for part in [*parts, self.body[start:]] if part]
 
     def parser(
-        self, dialect: str = "sglang", *, logprobs: bool | None = None, experts: Experts | None = None
+        self, dialect: str | None = None, *, logprobs: bool | None = None, experts: Experts | None = None
     ) -> Parser:
-        """Make a parser that expects what was asked for. ``logprobs`` None: as the request said, or else no."""
-        input_ids, start = (self.request.get(key) for key in ("input_ids", "routed_experts_start_len"))
+        """Make a parser that expects what was asked for.
+
+        Args:
+            dialect: None: that of the engine.
+            logprobs: None: as the request said, or else no.
+            experts: the shape of the routed experts, if they are to be checked.
+        """
+        dialect = ENGINES[self.engine].dialect if dialect is None else dialect
+        prompt, asked, start = _asked(dialect, self.request)
+        has_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        has_media = any(self.request.get(key) for key in _MEDIA)
         return Parser(
             dialect,
-            logprobs=bool(self.request.get("return_logprob")) if logprobs is None else logprobs,
+            logprobs=asked if logprobs is None else logprobs,
             experts=experts,
-            prompt_len=len(input_ids) if isinstance(input_ids, list) else None,
-            experts_start=start if isinstance(start, int) else 0,
+            prompt_len=len(prompt) if has_ids and not has_media else None,
+            experts_start=start if isinstance(start, int) and 0 <= start < 2**31 else 0,
         )
 
     def replay(self, parser: Parser) -> tuple[Generation, StreamfoldError | None]:
@@ -109,15 +122,26 @@ class Recording:
         return parser.take(), error
 
 
+def _asked(dialect: str, request: Mapping[str, Any]) -> tuple[Any, bool, Any]:
+    """What a request holds as its prompt, whether it asks for logprobs, and from which position on for experts."""
+    if dialect == "vllm":
+        params = request.get("sampling_params")
+        params = params if isinstance(params, dict) else {}
+        start = params.get("routed_experts_prompt_start")
+        return request.get("token_ids"), params.get("logprobs") is not None, start
+    if dialect == "vllm-completions":
+        return request.get("prompt"), request.get("logprobs") is not None, None
+    return request.get("input_ids"), bool(request.get("return_logprob")), request.get("routed_experts_start_len")
+
+
 async def record(
     url: str,
     recording: Recording,
     *,
-    engine: str = "sglang",
     headers: Mapping[str, str] | None = None,
     on_read: Callable[[int], object] = lambda _size: None,
 ) -> None:
-    """POST the request of ``recording`` to the engine at ``url``, streamed, and add whatever comes back until it ends.
+    """POST the request of ``recording`` to its engine at ``url``, streamed, and add whatever comes back until it ends.
 
     Nothing is parsed and nothing is limited: silence is recorded too, until the engine or the caller ends it. However
     it ends, by a cancel too, the recording holds what has come.
@@ -125,14 +149,13 @@ async def record(
     recording.request = {**recording.request, "stream": True}
     body = bytearray(recording.body)
     started = time.monotonic()
+    path = ENGINES[recording.engine].path
     timeout = httpx.Timeout(None, connect=10.0)
     sent = {"Accept-Encoding": "identity", **(headers or {})}
     try:
         async with (
             httpx.AsyncClient(trust_env=False, timeout=timeout) as client,
-            client.stream(
-                "POST", base_url(url) + ENGINES[engine].path, json=recording.request, headers=sent
-            ) as response,
+            client.stream("POST", base_url(url) + path, json=recording.request, headers=sent) as response,
         ):
             recording.status = response.status_code
             recording.headers = dict(response.headers)
