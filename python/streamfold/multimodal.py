@@ -16,6 +16,7 @@ import orjson
 from streamfold.errors import EngineError, EngineTimeout
 from streamfold.hosts import LOOK_SECONDS, pause
 from streamfold.replies import quote, refusal
+from streamfold.transport import fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,10 +78,9 @@ async def _unless(
 
 async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     url, limits = seat.client.base_url + _PATH, seat.timeouts
-    # One connection, used once: nothing of a request that is cancelled stays in a pool. Hosts know no TLS.
-    transport = httpx.AsyncHTTPTransport(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
     timeout = httpx.Timeout(None, connect=limits.connect)
-    async with httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as client:
+    # A transport of its own: nothing of a request that is cancelled stays in a pool.
+    async with httpx.AsyncClient(transport=fresh(), timeout=timeout, trust_env=False) as client:
         sent = {**headers, "Content-Type": "application/json"}
         try:
             reply = await asyncio.wait_for(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-__all__ = ["chosen"]
+__all__ = ["chosen", "fresh"]
 
 
 def chosen(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTransport]:
@@ -25,7 +25,7 @@ def chosen(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTranspo
         ValueError: it is no transport, or one in whose pool calls would wait for each other.
     """
     if transport == "httpx":
-        return _fresh
+        return fresh
     if not isinstance(transport, httpx.AsyncBaseTransport):
         raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
     _check_pool(transport, calls)
@@ -33,7 +33,7 @@ def chosen(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTranspo
     return lambda: given
 
 
-def _fresh() -> httpx.AsyncHTTPTransport:
+def fresh() -> httpx.AsyncHTTPTransport:
     """A transport of one request: nothing is left to close when its response is closed.
 
     At each step of a request httpx goes through all that its pool holds, and before the headers come it shows only
