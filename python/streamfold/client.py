@@ -381,7 +381,7 @@ class Client:
         """Abort what runs, without draining, and close every connection. The client can be used again afterwards.
 
         Ends when nothing is left: at the latest after the connect time-out, if an engine that takes no connection
-        is being waited for.
+        is being waited for, or after some ten seconds, if one takes them and answers nothing.
         """
         self._wake()
         session = self._session
