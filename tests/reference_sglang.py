@@ -267,7 +267,7 @@ def take_experts(state: State, asked: Asked, meta_info: dict[str, Any]) -> None:
     if dtype is None:
         dtype = "int32"
         # Engines that do not know how another one is asked for send int32.
-        if asked.experts and len(raw) != 4 * math.prod(experts_shape(state, asked, asked.experts)):
+        if asked.experts and (not raw or len(raw) != 4 * math.prod(experts_shape(state, asked, asked.experts))):
             dtype = asked.experts.dtype
     if type(dtype) is not str or dtype not in EXPERT_DTYPES:
         bad("metadata")

@@ -173,6 +173,14 @@ def test_an_engine_that_does_not_know_the_dtype_asked_for_sends_int32(dtype: Any
     assert (array.dtype, array.shape, array.ravel().tolist()) == (np.dtype("int32"), (4, 2, 2), values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_have_the_dtype_that_was_asked_for(dtype: Any) -> None:
+    body = event([1], 1, reason=STOP, routed_experts="") + DONE
+    array = agreed(body, experts=Shape(2, 2, 8, dtype), prompt_len=3, experts_start=3).reading.routed_experts
+    assert array is not None
+    assert (array.dtype, array.shape) == (np.dtype(dtype), (0, 2, 2))
+
+
 @pytest.mark.parametrize(("asked", "sent"), [("uint8", "uint16"), ("uint16", "uint8"), ("int32", "uint8")])
 def test_an_untold_dtype_is_never_guessed_from_another_size(asked: Any, sent: str) -> None:
     folded = fold_routed(routed([1] * 16, sent), Shape(2, 2, 8, asked))

@@ -53,7 +53,8 @@ fn experts(
         Value::Absent | Value::Null => {
             // Older engines do not know the key by which another dtype is asked for, and routers drop it.
             let is_int32 = shape.as_ref().is_some_and(|shape| {
-                shape.numbers.checked_mul(size_of::<i32>()).is_some_and(|size| base64_length(data, text) == Some(size))
+                let size = shape.numbers.checked_mul(size_of::<i32>()).filter(|&size| size > 0);
+                size.is_some() && base64_length(data, text) == size
             });
             options.experts.filter(|_| !is_int32).map_or(Dtype::Int32, |experts| experts.dtype)
         }
