@@ -223,3 +223,38 @@ async def test_versions_are_told_over_the_whole_response(speech: Speech) -> None
         sample = await completed(client, sample_of())
     assert sample.version_spans == [("3", 0, 1), ("4", 1, 4)]
     assert sample.weight_versions == ["4"]
+
+
+@pytest.mark.parametrize("then", ["raise", "cancel", "abort"])
+@pytest.mark.parametrize("kept", [[], [20, 21]], ids=["first turn", "later turn"])
+async def test_a_sample_that_is_to_start_again_keeps_what_came_until_it_is_asked_for_again(
+    speech: Speech, kept: list[int], then: str
+) -> None:
+    """Whoever catches the error has a partial sample, not a pending one without what had arrived."""
+    first = cut(speech.part([10, 11], prompt=3 + len(kept)))
+    last = stream(speech.part([12], prompt=3 + len(kept), finish="stop"), DONE)
+    async with (
+        speech.replay(answers(first, last)) as server,
+        speech.client(server.url, retries=Retries(first=30.0, longest=30.0)) as client,
+    ):
+        sample = sample_of(stop=["lx"])
+        if kept:
+            sample.append_response_tokens(tokens=kept, log_probs=[-1.0, -1.0], text="uv")
+        task = asyncio.ensure_future(completed(client, sample, resume="raise" if then == "raise" else "continue"))
+        if then == "raise":
+            with pytest.raises(StreamTruncated):
+                await task
+        else:
+            await until(lambda: sample.response_length > len(kept))
+            await asyncio.sleep(0)
+            if then == "cancel":
+                task.cancel()
+            else:
+                await client.abort_all()
+            await asyncio.wait({task}, timeout=5)
+            assert task.cancelled() == (then == "cancel")
+        assert (sample.tokens, sample.status) == ([*PROMPT, *kept, 10, 11], Sample.Status.ABORTED)
+        assert "restarted_tokens" not in sample.metadata
+        await completed(client, sample)
+    assert (sample.tokens, sample.status) == ([*PROMPT, *kept, 12], Sample.Status.COMPLETED)
+    assert sample.metadata["restarted_tokens"] == 2

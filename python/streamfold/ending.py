@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from streamfold.rewind import KNOWN_TEXT, TURN, note, restart, rewind
 from streamfold.text import Stop, has_stopped_at, where_stopped, whole_text
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from streamfold.sample import SampleLike
     from streamfold.text import Tokenizer
 
-__all__ = ["Ending"]
+__all__ = ["Ending", "Outlook"]
 
+Outlook: TypeAlias = Literal["ended", "goes on", "goes back"]
 _ENDED: Final = ("COMPLETED", "TRUNCATED")
 # Sampling parameters that count from the first token of a call: grammars, and patterns that only the engine can read.
 _OF_ONE_CALL: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
@@ -55,22 +56,33 @@ class Ending:
         if sample.status.name == "PENDING" and (sample.response_length or TURN in (sample.metadata or {})):
             sample.metadata = {**(sample.metadata or {}), TURN: [sample.response_length, len(sample.response)]}
 
-    def settle(self) -> bool:
-        """Whether the sample is at its end. If it was cut: see that it is, or that it can be gone on with."""
+    def settle(self) -> Outlook:
+        """See how a sample stands. One that was cut and is at its end all the same is given what belongs to it."""
         sample = self.sample
         if self.has_come:
-            return True
+            return "ended"
         stop = self._stop()
         if (ended_as := self._ended_as(stop)) is not None:
+            if self._lacks_experts:
+                return "goes back"  # no later call will bring them
             sample.status = type(sample.status)[ended_as]
-            if not self._lacks_experts:
-                return True
-            self._go_back()  # no later call will bring them
-        elif len(sample.tokens) == sample.response_length > 0:
-            restart(sample)  # the prompt's ids are not known
-        elif not self._has_nothing and (stop.within or any(self.params.get(name) for name in _OF_ONE_CALL)):
-            self._go_back()  # an engine knows only what it generates in the one call
-        return False
+            return "ended"
+        if not self._has_nothing and (
+            len(sample.tokens) == sample.response_length  # the prompt's ids are not known
+            or stop.within  # an engine knows only what it generates in the one call
+            or any(self.params.get(name) for name in _OF_ONE_CALL)
+        ):
+            return "goes back"
+        return "goes on"
+
+    def go_back(self) -> None:
+        """Drop what the turn has brought."""
+        tokens, characters = self._turn
+        if tokens:
+            rewind(self.sample, tokens, characters)
+        else:
+            restart(self.sample)
+            self.sample.status = type(self.sample.status)["ABORTED"]  # as one that was cut before its first token
 
     def learn(self, generation: Generation) -> None:
         """Take note of the model's own end, which is not one of this sample alone."""
@@ -212,11 +224,3 @@ class Ending:
     def _lacks_experts(self) -> bool:
         rows = getattr(self.sample, "rollout_routed_experts", None)
         return self.has_experts and not self._has_nothing and (rows is None or len(rows) != len(self.sample.tokens) - 1)
-
-    def _go_back(self) -> None:
-        """Drop what the turn has brought."""
-        tokens, characters = self._turn
-        if tokens:
-            rewind(self.sample, tokens, characters)
-        else:
-            restart(self.sample)

@@ -123,10 +123,12 @@ async def complete(
     check_ready(sample)
     work.check()
     ending.begin()
+    if (outlook := ending.settle()) == "ended":
+        return sample
     failures, swept = 0, client.swept()
     for tries_left in itertools.count(client.retries.tries - 1, -1):
-        if ending.settle():
-            return sample
+        if outlook == "goes back":
+            ending.go_back()
         generation, error, cut_here = await work.ask()
         cut_here = cut_here or swept.done()
         if aborted is not None and aborted():
@@ -147,7 +149,7 @@ async def complete(
             work.drop(generation)
         elif not work.try_to_write(generation, error):
             again = False
-        if error is None or ending.settle():
+        if error is None or (outlook := ending.settle()) == "ended":
             return sample
         if not again:
             raise error
