@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from completing import SOON, answers, completed, sample_of
+from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, PROMPT, stream
-from speaking import VLLM
+from speaking import SGLANG, VLLM
 from streamfold.rewind import restart, rewind
 from streamfold.sample import Sample
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Status = Sample.Status
 TOOL = [8, 9]  # ij
+sglang_alone = pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # prompts as text
 
 
 def after_a_turn(**params: Any) -> Sample:
@@ -108,6 +109,29 @@ async def test_a_later_turn_that_cannot_be_gone_on_with_starts_again_where_it_be
     assert sample.response == "abijlm"
     assert (sample.loss_mask, len(sample.rollout_log_probs or [])) == ([1, 1, 0, 0, 1, 1], 6)
     assert sample.metadata["restarted_tokens"] == 1
+
+
+@sglang_alone
+async def test_behind_a_prompt_without_ids_no_other_turn_begins(speech: Speech) -> None:
+    """It started again from its prompt, without the first turn and the tool's part, and nobody would notice."""
+    async with speech.replay(speech.whole) as server, speech.client(server.url, retries=SOON) as client:
+        sample = after_a_turn()
+        sample.tokens = sample.tokens[len(PROMPT) :]
+        with pytest.raises(ValueError, match="needs the ids of the prompt"):
+            await completed(client, sample)
+        assert server.generates == []
+    assert (sample.tokens, sample.response, sample.status) == ([0, 1, *TOOL], "abij", Status.PENDING)
+
+
+@sglang_alone
+async def test_a_turn_whose_whole_context_is_sent_as_text_starts_again_where_it_began(speech: Speech) -> None:
+    replies = answers(cut(speech.part([10], prompt=7)), stream(speech.part([11, 12], prompt=7, finish="stop"), DONE))
+    async with speech.replay(replies) as server, speech.client(server.url, retries=SOON) as client:
+        sample = after_a_turn()
+        sample.tokens = sample.tokens[len(PROMPT) :]
+        await completed(client, sample, extra={"text": "xyzabij"})
+        assert [request.json["text"] for request in server.generates] == ["xyzabij"] * 2
+    assert (sample.tokens, sample.response, sample.status) == ([0, 1, *TOOL, 11, 12], "abijlm", Status.COMPLETED)
 
 
 def test_a_rewound_sample_has_of_everything_what_goes_with_the_tokens_before() -> None:

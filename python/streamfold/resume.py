@@ -65,7 +65,8 @@ async def complete(
     A prompt without ids (``sample.tokens`` empty) goes to the engine as ``sample.prompt``. Such a sample cannot go on
     from its own tokens: once cut, it starts again from its prompt, and ``metadata["restarted_tokens"]`` counts what
     was dropped. So does one that was cut in the middle of what may be a stop string, or that has a grammar or
-    ``stop_regex``: an engine would begin with them anew. A later turn starts again from where it began.
+    ``stop_regex``: an engine would begin with them anew. A later turn starts again from where it began; behind a
+    prompt without ids there is none.
 
     Args:
         client: of the engine.
@@ -197,7 +198,9 @@ class _Completion:
             if isinstance(params.get(name), int) and params[name] > 0:  # whatever else it is, is not for us to mend
                 params[name] = max(0, params[name] - has)
         extra = dict((self.extra() if callable(self.extra) else self.extra) or {})
-        if not sample.tokens and not extra.keys() & _PROMPTS:
+        if len(sample.tokens) == has and not extra.keys() & _PROMPTS:
+            if has:  # what the prompt was as text cannot be put before them
+                raise ValueError("another turn needs the ids of the prompt before those of the response: sample.tokens")
             extra["text"] = sample.prompt
         call = self.client.start(
             None if extra.keys() & _PROMPTS else sample.tokens,
