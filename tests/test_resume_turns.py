@@ -10,6 +10,7 @@ import pytest
 from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, PROMPT, stream
 from speaking import SGLANG, VLLM
+from streamfold.loopback import Loopback
 from streamfold.rewind import restart, rewind
 from streamfold.sample import Sample
 
@@ -109,6 +110,32 @@ async def test_a_later_turn_that_cannot_be_gone_on_with_starts_again_where_it_be
     assert sample.response == "abijlm"
     assert (sample.loss_mask, len(sample.rollout_log_probs or [])) == ([1, 1, 0, 0, 1, 1], 6)
     assert sample.metadata["restarted_tokens"] == 1
+
+
+async def test_a_turn_behind_one_that_was_cut_again_and_again_has_a_text_of_its_own(speech: Speech) -> None:
+    """Where the one before was joined is no place in this one; that it was joined is told."""
+    smile = list("🙂".encode())
+    turns = [([ord("a")], 3), ([ord("b")], 4), ([ord("c"), *smile[:2]], 7), (smile[2:], 10)]
+    aborted = [stream(speech.part(ids, prompt=prompt, finish="abort"), DONE) for ids, prompt in turns]
+    replies = answers(*aborted, stream(speech.part([], prompt=12, finish="stop"), DONE))
+    with Loopback() as engine:
+        tokenizer = engine.tokenizer
+    async with (
+        speech.replay(replies) as server,
+        speech.client(server.url, tokenizer=tokenizer, retries=SOON) as client,
+    ):
+        sample = sample_of(max_new_tokens=20)
+        for _ in range(2):
+            await completed(client, sample, resume_aborts=False)
+        sample.append_response_tokens(tokens=list(b"ij"), trainable=False, text="ij")
+        sample.response, sample.status = "abij", Status.PENDING
+        for _ in range(2):
+            await completed(client, sample, resume_aborts=False)
+        sample.response = "abijc"  # the engine has held the half of a character back
+        await completed(client, sample)
+    assert (sample.response, sample.status) == ("abijc🙂", Status.COMPLETED)
+    assert sample.metadata["text_joined"] is True
+    assert "streamfold_known_text" not in sample.metadata
 
 
 @sglang_alone

@@ -52,9 +52,12 @@ class Ending:
 
     def begin(self) -> None:
         """Note where a turn begins that follows others."""
-        sample = self.sample
-        if sample.status.name == "PENDING" and (sample.response_length or TURN in (sample.metadata or {})):
-            sample.metadata = {**(sample.metadata or {}), TURN: [sample.response_length, len(sample.response)]}
+        sample, notes = self.sample, dict(self.sample.metadata or {})
+        if sample.status.name != "PENDING" or not (sample.response_length or notes.keys() & {TURN, KNOWN_TEXT}):
+            return
+        if notes.pop(KNOWN_TEXT, None) is not None and sample.response_length:
+            notes["text_joined"] = True  # of a turn that was cut and not gone on with
+        sample.metadata = {**notes, TURN: [sample.response_length, len(sample.response)]}
 
     def settle(self) -> Outlook:
         """See how a sample stands. One that was cut and is at its end all the same is given what belongs to it."""
