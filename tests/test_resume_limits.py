@@ -99,6 +99,23 @@ async def test_a_cut_response_that_has_a_grammar_starts_again_as_the_engine_woul
     assert (sample.tokens, sample.metadata["restarted_tokens"]) == ([*PROMPT, 12, 13], 2)
 
 
+@pytest.mark.parametrize(("speech", "name"), [*GRAMMARS, (VLLM, "structured_outputs")])
+async def test_the_token_that_ends_a_grammar_is_no_end_of_other_samples(speech: Speech, name: str) -> None:
+    """SGLang names the last token, which may be a closing brace, as if it were one to stop at."""
+    matched = 9 if speech is SGLANG else None
+    by_grammar = stream(speech.part([8, 9], finish="stop", matched=matched), DONE)
+    rest = stream(speech.part([12], prompt=5, finish="length"), DONE)
+    params: dict[str, Any] = {name: {"regex": "a"} if speech is VLLM else "a"}
+    ends: set[int] = set()
+    async with (
+        speech.replay(answers(by_grammar, cut(speech.part([8, 9])), rest)) as server,
+        speech.client(server.url, retries=SOON) as client,
+    ):
+        await completed(client, sample_of(**params), stop_ids=ends)
+        other = await completed(client, sample_of(max_new_tokens=3), stop_ids=ends)
+    assert (other.tokens, other.status, ends) == ([*PROMPT, 8, 9, 12], TRUNCATED, set())
+
+
 async def test_where_stop_strings_count_behind_a_minimum_only_a_cut_response_is_not_ended_by_an_early_one() -> None:
     """Before its minimum vLLM does not look for them, and later only in what it generates itself."""
     text = "".join(chr(97 + token % 26) for token in (10, 11))

@@ -73,7 +73,7 @@ class Ending:
         if not self._has_nothing and (
             len(sample.tokens) == sample.response_length  # the prompt's ids are not known
             or stop.within  # an engine knows only what it generates in the one call
-            or any(self.params.get(name) for name in _OF_ONE_CALL)
+            or self._has_grammar
         ):
             return "goes back"
         return "goes on"
@@ -90,6 +90,8 @@ class Ending:
     def learn(self, generation: Generation) -> None:
         """Take note of the model's own end, which is not one of this sample alone."""
         end, params = generation.matched, self.params
+        if self._has_grammar:  # which ends with any token, and that is then named
+            return
         unnamed = not (self.ways.ends_by_name or params.get("stop") or params.get("ignore_eos"))
         if unnamed and end is None and generation.finish_reason == "stop" and len(generation.token_ids):
             end = int(generation.token_ids[-1])
@@ -217,6 +219,10 @@ class Ending:
         """So many tokens and characters of the response stand before the turn that is being generated."""
         tokens, characters = (self.sample.metadata or {}).get(TURN, (0, 0))
         return tokens, characters
+
+    @property
+    def _has_grammar(self) -> bool:
+        return any(self.params.get(name) for name in _OF_ONE_CALL)
 
     @property
     def _has_nothing(self) -> bool:
