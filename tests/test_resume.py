@@ -317,12 +317,14 @@ async def test_a_cancel_arrives_even_if_what_had_come_does_not_fit_the_sample(
     speech: Speech,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sample = sample_of([*PROMPT, 9])  # a token without a log-probability, beside those that come with theirs
+    sample = sample_of([*PROMPT, 9])
     sample.response_length, sample.status = 1, Sample.Status.ABORTED
+    sample.rollout_log_probs = [-1.0]
     running: list[Step] = [head(), chunk(speech.part([10], prompt=4)), HANG]
     async with speech.replay(running) as engine, speech.client(engine.url, retries=SOON) as client:
         task = asyncio.ensure_future(completed(client, sample))
         await until(lambda: client.running and client.running[0].token_count)
+        sample.rollout_log_probs = []  # somebody else writes to it
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

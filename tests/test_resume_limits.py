@@ -234,6 +234,20 @@ async def test_what_ends_a_pending_response_is_no_end_of_the_next_turn(
     assert sample.status is COMPLETED
 
 
+@pytest.mark.parametrize("has", [True, False])
+async def test_what_cannot_be_one_row_of_log_probabilities_is_refused_before_it_is_asked_for(
+    speech: Speech, *, has: bool
+) -> None:
+    """A whole response was generated each time, and then thrown away as it did not fit."""
+    sample = sample_of([*PROMPT, 10])
+    sample.response, sample.response_length, sample.status = "k", 1, ABORTED
+    sample.rollout_log_probs = [-1.0] if has else None
+    async with speech.replay(speech.whole) as server, speech.client(server.url) as client:
+        with pytest.raises(ValueError, match="has log-probabilities and the rest"):
+            await completed(client, sample, logprobs=not has)
+        assert server.generates == []
+
+
 async def test_a_cancel_makes_no_end_of_a_response_that_has_lost_an_event() -> None:
     """A server that counts only once, behind the terminal event, shows only there that something is missing."""
     steps: list[Step] = [head(), *map(chunk, (bodies_vllm.event([10]), bodies_vllm.event([12], "stop")))]

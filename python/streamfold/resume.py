@@ -182,6 +182,11 @@ class _Completion:
         sample, limit = self.sample, self.params.get("max_new_tokens")
         if isinstance(limit, int) and limit < sample.response_length:
             raise ValueError(f"max_new_tokens is {limit}, but the response has {sample.response_length} tokens already")
+        if sample.response_length and self.logprobs != (sample.rollout_log_probs is not None):
+            raise ValueError(
+                "a part of the response has log-probabilities and the rest would not, or the other way round: "
+                "ask for them always, or never"
+            )
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
         expects = expects_top_p(self.params)
         told_anyway = has_top_p and self.client.ways.masks_unasked
