@@ -117,7 +117,7 @@ def test_a_stop_string_is_found_whole_or_begun(
         ("ab\ufffd", True, True),  # of the emoji, for all that is known
         ("a\ufffd", True, False),
         ("ab", False, True),
-        ("a", False, False),
+        ("a", False, True),  # the word is held back with its half of a character
         ("ab", True, True),
         ("", True, False),
     ],
@@ -126,3 +126,10 @@ def test_a_part_of_a_character_may_become_one_of_a_stop_string(text: str, *, who
     assert has_stopped_at(text, {"stop": ["b\U0001f642"]}, whole=whole) == (None, within)
     assert has_stopped_at(text, {"stop": ["\U0001f642"]}, whole=whole).within is (not whole or "\ufffd" in text)
     assert has_stopped_at(text.replace("b", ""), {"stop": ["bc"]}, whole=whole) == (None, False)
+
+
+@pytest.mark.parametrize(("text", "within"), [("say x ", True), ("say x b", True), ("say b", False), ("say", False)])
+def test_a_word_whose_last_character_is_half_there_may_be_missing_with_it(text: str, *, within: bool) -> None:
+    """SGLang shows a text up to its last space as long as it ends in the half of a character."""
+    assert has_stopped_at(text, {"stop": ["x b\U0001f642"]}, whole=False) == (None, within)
+    assert has_stopped_at(text, {"stop": ["x b!"]}, whole=False).within is text.startswith("say x")

@@ -44,7 +44,8 @@ def has_stopped_at(text: str, params: Mapping[str, Any], *, whole: bool = True) 
     Args:
         text: what has been generated. U+FFFD at its end is a character of which only a part has come.
         params: the sampling parameters.
-        whole: whether the text is that of all tokens. If not, such a part of a character may be missing at its end.
+        whole: whether the text is that of all tokens. If not, such a part of a character may be missing at its end,
+            and the word before it: what follows the last space.
     """
     told = params.get("stop") or []
     stops = [stop for stop in ([told] if isinstance(told, str) else told) if stop]
@@ -54,10 +55,16 @@ def has_stopped_at(text: str, params: Mapping[str, Any], *, whole: bool = True) 
         return Stop(at + len(stop) if params.get("no_stop_trim") else at, within=False)
     complete = text.rstrip("\ufffd")
     half = not whole or complete != text
-    begun = [(stop, size) for stop in stops for size in range(len(stop)) if complete.endswith(stop[:size])]
-    return Stop(
-        None, any((size > 0 and complete == text) or (half and not stop[size].isascii()) for stop, size in begun)
-    )
+
+    def has_begun(stop: str, size: int) -> bool:
+        if size and complete == text and complete.endswith(stop[:size]):
+            return True
+        if not half or stop[size].isascii():
+            return False
+        first = size if whole else stop.rfind(" ", 0, size) + 1
+        return any(complete.endswith(stop[:shown]) for shown in range(first, size + 1))
+
+    return Stop(None, any(has_begun(stop, size) for stop in stops for size in range(len(stop))))
 
 
 def where_stopped(text: str, before_last: str, stop: str) -> int:
