@@ -129,6 +129,27 @@ async def test_where_no_text_is_sent_a_response_behind_an_open_character_is_deco
                 assert "text_joined" not in sample.metadata
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, OPEN], ids=["whole", "open"])
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"skip_special_tokens": False}], ids=["halves", "ends"])
+async def test_where_vllm_sends_the_text_that_of_two_calls_is_as_that_of_one(
+    prompt: list[int], params: dict[str, Any]
+) -> None:
+    """It tells a character with its last token, half ones never, and its own end neither in the text nor by name."""
+    with Loopback(engine="vllm", stop_probability=1 / 12) as engine:
+        async with Client(engine.url, engine="vllm-completions", tokenizer=engine.tokenizer, retries=SOON) as client:
+            for seed in range(40):
+                asked = {**params, "max_new_tokens": 6 + seed % 8, "temperature": 1, "sampling_seed": seed}
+                whole = await completed(client, sample_of(prompt, **asked))
+                sample = sample_of(prompt, **asked)
+                border = min(1 + seed % 5, whole.response_length - 1)
+                if border:
+                    merge(sample, await client.generate(prompt, {**asked, "max_new_tokens": border}))
+                    sample.status = Sample.Status.ABORTED
+                await completed(client, sample)
+                assert (sample.tokens, sample.response) == (whole.tokens, whole.response)
+                assert "text_joined" not in sample.metadata
+
+
 @pytest.mark.parametrize("shows", [False, True])
 @pytest.mark.parametrize("border", [None, 1, 2])
 async def test_a_text_that_is_made_here_ends_at_its_stop_string_though_the_last_token_goes_on(

@@ -132,6 +132,8 @@ class Ending:
             return
         if ended or self.tokenizer is None:
             matched = generation.matched if more else None
+            if matched is None and more and generation.finish_reason == "stop":
+                matched = self._hidden_end
             self._retell(known, generation.text, matched, alone=generation.text is None)
         else:  # to decode it takes time, which an abort of thousands has not
             sample.metadata = {**(sample.metadata or {}), KNOWN_TEXT: known}
@@ -147,11 +149,8 @@ class Ending:
             self._retell(self.known_text)
             return "TRUNCATED"
         # An engine that aborts a request does not look whether its last token would have ended it.
-        last = sample.tokens[-1]
-        if last in self._end_tokens:
-            # An end that the engine neither names nor leaves out of a text of its own is shown.
-            named = ways.ends_by_name or ways.tells_text or last in (params.get("stop_token_ids") or ())
-            self._retell(self.known_text, matched=last if named else None)
+        if sample.tokens[-1] in self._end_tokens:
+            self._retell(self.known_text, matched=self._hidden_end)
             return "COMPLETED"
         if stop.end is not None:
             self._retell(self.known_text)
@@ -168,6 +167,13 @@ class Ending:
         if not self.params.get("ignore_eos"):
             return self.ends | given
         return set() if self.ways.ignores_given_ends else given
+
+    @property
+    def _hidden_end(self) -> int | None:
+        """The last token, if it is an end. One that the engine neither names nor leaves out of its own text is shown."""
+        last, ways = self.sample.tokens[-1], self.ways
+        hides = ways.ends_by_name or ways.tells_text or last in (self.params.get("stop_token_ids") or ())
+        return last if hides and last in self._end_tokens else None
 
     def _stop(self) -> Stop:
         """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
@@ -212,6 +218,7 @@ class Ending:
             last=last,
             matched=matched,
             alone=alone or not self.ways.tells_text,
+            lags=self.ways.text_lags,
         )
 
     @property

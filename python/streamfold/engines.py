@@ -71,7 +71,7 @@ class Engine(ABC):
         tells_text: whether the text comes from the engine, unless it was started without a tokenizer.
         stops_after_minimum: whether stop strings are looked for only behind the minimum of tokens.
         masks_unasked: whether top-p ids may come without having been asked for: the server is told, not the request.
-        text_lags: whether tokens come before their text where that may become a stop string.
+        text_lags: whether tokens come before their text, where that may become a stop string or is half a character.
     """
 
     name: ClassVar[str]

@@ -83,6 +83,7 @@ def whole_text(
     last: str | None,
     matched: int | str | None,
     alone: bool = False,
+    lags: bool = False,
 ) -> str | None:
     """Decode a response that came in parts, once, with the tokens before it as context.
 
@@ -95,6 +96,8 @@ def whole_text(
         last: the engine's own text of the last part, to see how much of its end is shown; None if it sent none.
         matched: the stop token or string that ended the response.
         alone: the engine sends no text, so that a response of one call is decoded without the tokens before it.
+        lags: the engine tells a character with its last token: one that the prompt leaves open is of the response's
+            text, and a half one at the end of none. Otherwise the first is of the prompt's, and the other is shown.
 
     Returns:
         The text; None if it does not begin as what stands, or not end as the engine's, which then knows better.
@@ -106,17 +109,17 @@ def whole_text(
 
     def decode(head: list[int], ids: list[int]) -> str:
         context = tokenizer.decode(head, skip_special_tokens=skip)
-        text = tokenizer.decode(head + ids, skip_special_tokens=skip)
-        if text.startswith(context.rstrip("\ufffd")):  # a character that the prompt leaves open is of its text
-            return text[len(context) :]
+        text, complete = tokenizer.decode(head + ids, skip_special_tokens=skip), context.rstrip("\ufffd")
+        if text.startswith(complete):
+            return text[len(complete if lags else context) :]
         return tokenizer.decode(ids, skip_special_tokens=skip)
 
     stands = sample.response[begins:known].rstrip("\ufffd")
     heads: list[list[int]] = [[]] if alone else [before, []]
-    head = next((head for head in heads if decode(head, ids).startswith(stands)), None)
+    decoded = ((head, text) for head in heads if (text := decode(head, ids)).startswith(stands))
+    head, text = next(decoded, (None, ""))
     if head is None:
         return None
-    text = decode(head, ids)
     shown, candidates = bool(params.get("no_stop_trim")), [text]
     if isinstance(matched, int):
         candidates.append(decode(head, ids[:-1]))
@@ -124,6 +127,8 @@ def whole_text(
         candidates = [text[: at + len(matched)], text, text[:at]]
     if not shown:
         candidates.reverse()
+    if lags:
+        candidates = [text for whole in candidates for text in (whole.rstrip("\ufffd"), whole)]
     if last is None:
         return sample.response[:begins] + candidates[0]
     ending = last[-_LOOK_BACK:]
