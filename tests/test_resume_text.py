@@ -259,3 +259,34 @@ async def test_a_cut_far_from_any_stop_string_is_gone_on_with(kind: Any) -> None
             sample = await completed(client, sample_of(max_new_tokens=40, stop=["\U0001f642 never said", "nor that"]))
             assert sample.metadata["resumed"] == 1
     assert "restarted_tokens" not in sample.metadata
+
+
+class Counted:
+    """A tokenizer that counts how often much was asked of it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.times = 0
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.times += len(ids) > 20
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+async def test_a_response_is_decoded_neither_as_it_is_cut_nor_more_than_once_before_each_call_and_at_its_end() -> None:
+    """Thousands of long ones are cut at once, and gone on with at once."""
+    with Loopback(stop_probability=1 / 200) as engine:
+        tokenizer = Counted(engine.tokenizer)
+        async with Client(engine.url, tokenizer=tokenizer, retries=SOON) as client:
+            sample = sample_of(max_new_tokens=4000, stop=["never said"])
+            times = []
+            for cuts in range(3):
+                engine.faults = Faults([{"kind": "abort", "after_tokens": 40, "times": 1}])
+                await completed(client, sample, resume_aborts=False)
+                assert (sample.response_length > 40 * cuts, sample.status) == (True, Sample.Status.ABORTED)
+                times.append(tokenizer.times)
+            engine.faults = Faults([{"kind": "cut", "after_events": 40, "times": 1}])
+            await completed(client, sample)
+    assert (sample.status, sample.metadata["resumed"]) == (Sample.Status.COMPLETED, 1)
+    assert times == [0, 0, 1], "the text of one call is known"
+    assert tokenizer.times == 4

@@ -170,27 +170,29 @@ class Ending:
 
     @property
     def _hidden_end(self) -> int | None:
-        """The last token, if it is an end. One that the engine neither names nor leaves out of its own text is shown."""
+        """The last token, if it is an end that no text shows: one that engine names, or leaves out of its own text."""
         last, ways = self.sample.tokens[-1], self.ways
         hides = ways.ends_by_name or ways.tells_text or last in (self.params.get("stop_token_ids") or ())
         return last if hides and last in self._end_tokens else None
 
     def _stop(self) -> Stop:
         """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
-        sample, params = self.sample, self.params
+        sample, params, ways = self.sample, self.params, self.ways
         if self._has_nothing or not params.get("stop"):
             return Stop(None, within=False)
         unknown = Stop(None, within=True)
-        if self.ways.stops_after_minimum and params.get("min_new_tokens"):
+        if ways.stops_after_minimum and params.get("min_new_tokens"):
             return unknown
         begins = self._turn[1]
-        text = self._whole_text(self.known_text)
-        if text is not None:
-            return has_stopped_at(text[begins:], params)
-        lags = self.ways.text_lags and not params.get("no_stop_trim")
         text = sample.response[begins:]
-        # Without a text of the engine's, or without its end, and none can be made.
-        return unknown if lags or not text else has_stopped_at(text, params, whole=False)
+        lags = ways.text_lags and not params.get("no_stop_trim")
+        # Without a text of the engine's, or without its end, nothing is known.
+        stop = unknown if lags or not text else has_stopped_at(text, params, whole=False)
+        has_borders = KNOWN_TEXT in (sample.metadata or {})
+        if stop == Stop(None, within=False) and not has_borders:
+            return stop  # whatever a text of one call may lack at its end: to decode it takes time
+        whole = self._whole_text(self.known_text)
+        return stop if whole is None else has_stopped_at(whole[begins:], params)
 
     def _retell(
         self, known: int, last: str | None = None, matched: int | str | None = None, *, alone: bool = False

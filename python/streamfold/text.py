@@ -122,7 +122,8 @@ def whole_text(
         return None
     shown, candidates = bool(params.get("no_stop_trim")), [text]
     if isinstance(matched, int):
-        candidates.append(decode(head, ids[:-1]))
+        if tokenizer.decode([matched], skip_special_tokens=skip):  # otherwise it shows nowhere
+            candidates.append(decode(head, ids[:-1]))
     elif matched and (at := where_stopped(text, decode(head, ids[:-1]), matched)) >= 0:
         candidates = [text[: at + len(matched)], text, text[:at]]
     if not shown:
