@@ -369,7 +369,9 @@ def test_a_run_that_starts_while_another_one_ends_writes_to_the_file_that_stays(
     assert path.read_bytes() == b"newer"
 
 
-@pytest.mark.parametrize("line", ['"metadata": "x"', '"restarted_tokens": "x"', '"metadata": {"lost_side_data": "x"}'])
+@pytest.mark.parametrize(
+    "line", ['"metadata": "x"', '"restarted_tokens": "x"', '"resumed": 1', '"metadata": {"lost_side_data": "x"}']
+)
 def test_notes_that_the_rollout_makes_itself_are_refused_by_line(line: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input_ids": [1], ' + line + "}\n", encoding="utf-8")

@@ -103,7 +103,7 @@ class Plan:
 
 
 # What a rollout itself writes to a sample's metadata.
-_OWN_NOTES = frozenset({"sampling_params", "restarted_tokens", "lost_side_data", "text_joined"})
+_OWN_NOTES = frozenset({"sampling_params", "resumed", "restarted_tokens", "lost_side_data", "text_joined"})
 
 
 def _read_prompt(line: bytes, place: str, encode: Encode | None) -> Sample:
