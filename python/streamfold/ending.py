@@ -60,7 +60,7 @@ class Ending:
         sample.metadata = {**notes, TURN: [sample.response_length, len(sample.response)]}
 
     def settle(self) -> Outlook:
-        """See how a sample stands. One that was cut and is at its end all the same is given what belongs to it."""
+        """See how a sample stands. One that was cut, and is at its end all the same, gets its status and whole text."""
         sample = self.sample
         if self.has_come:
             return "ended"

@@ -70,7 +70,7 @@ log = logging.getLogger("streamfold")
 _NO_LIMIT: Final = ("none", "null", "")
 _UNSET: Final = object()
 LOOK_SECONDS: Final = 0.1  # how often those who wait look whether the host is aborting
-_LOOK_SECONDS: Final = 0.5
+_WATCH_SECONDS: Final = 0.5  # likewise who sees to what is left then
 _GRACE_SECONDS: Final = 5.0  # besides the drain: for streams to end that an abort of whole servers has reached
 
 
@@ -274,9 +274,9 @@ class Seat:
     async def _look(self, aborted: Callable[[], bool]) -> None:
         looks = 0
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_WATCH_SECONDS)
             looks = looks + 1 if aborted() else 0
-            if looks * _LOOK_SECONDS > self.timeouts.drain + _GRACE_SECONDS:
+            if looks * _WATCH_SECONDS > self.timeouts.drain + _GRACE_SECONDS:
                 await self.client.abort_all()
 
 
