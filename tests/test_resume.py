@@ -13,7 +13,7 @@ import bodies_vllm
 from completing import ENDED, SOON, answers, completed, cut, differs, sample_of
 from replay import DONE, HANG, PROMPT, Request, answer_json, chunk, event, head, stream, until
 from speaking import SGLANG, VLLM
-from streamfold import DecodeError, EngineError, Experts, StreamTruncated
+from streamfold import DecodeError, EngineError, Experts, Generation, StreamTruncated
 from streamfold.limits import Retries
 from streamfold.resume import complete, complete_all
 from streamfold.sample import Sample
@@ -330,6 +330,17 @@ async def test_a_cancel_arrives_even_if_what_had_come_does_not_fit_the_sample(
             await task
     assert (sample.tokens, sample.status) == ([*PROMPT, 9], Sample.Status.ABORTED)
     assert "could be kept" in caplog.text
+
+
+async def test_routed_experts_that_a_server_tells_of_its_own_accord_are_left_out() -> None:
+    """vLLM is told of them as it starts, not by a request: no sample could be brought to an end there without them."""
+    with VLLM.loopback(return_routed_experts=True) as engine:
+        async with VLLM.client(engine.url, tokenizer=engine.tokenizer) as client:
+            told: list[Generation] = []
+            sample = await completed(client, sample_of(max_new_tokens=20), on_generation=told.append)
+            assert told[0].routed_experts is not None
+            assert differs(VLLM, sample, engine) == {}
+    assert sample.rollout_routed_experts is None
 
 
 @sglang_alone

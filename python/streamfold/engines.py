@@ -70,7 +70,7 @@ class Engine(ABC):
         ignores_given_ends: whether ``ignore_eos`` goes for ``stop_token_ids`` too.
         tells_text: whether the text comes from the engine, unless it was started without a tokenizer.
         stops_after_minimum: whether stop strings are looked for only behind the minimum of tokens.
-        masks_unasked: whether top-p ids may come without having been asked for: the server is told, not the request.
+        tells_unasked: whether top-p ids and routed experts may come unasked: it is for the server to tell them or not.
         text_lags: whether tokens come before their text, where that may become a stop string or is half a character.
     """
 
@@ -86,7 +86,7 @@ class Engine(ABC):
     ignores_given_ends: ClassVar[bool] = False
     tells_text: ClassVar[bool] = True
     stops_after_minimum: ClassVar[bool] = False
-    masks_unasked: ClassVar[bool] = False
+    tells_unasked: ClassVar[bool] = False
     text_lags: ClassVar[bool] = False
     workers_path: Final = "/workers"
 
@@ -262,7 +262,7 @@ class Vllm(Engine):
     ends_by_name = False
     tells_text = False
     stops_after_minimum = True
-    masks_unasked = True
+    tells_unasked = True
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from streamfold._core import Generation
 from streamfold.ending import Ending
 from streamfold.engines import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
@@ -22,7 +23,6 @@ from streamfold.sample import check_ready, merge
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from streamfold._core import Generation
     from streamfold.client import Client
     from streamfold.sample import Sample, SampleLike
     from streamfold.text import Tokenizer
@@ -189,7 +189,7 @@ class _Completion:
             )
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
         expects = expects_top_p(self.params)
-        told_anyway = has_top_p and self.client.ways.masks_unasked
+        told_anyway = has_top_p and self.client.ways.tells_unasked
         if sample.response_length and expects != has_top_p and not told_anyway:
             raise ValueError(
                 "a part of the response has top-p ids and the rest would not: ask for them always, or never"
@@ -247,6 +247,10 @@ class _Completion:
         """
         if self.on_generation is not None:
             self.on_generation(generation)
+        unasked = self.client.experts is None and self.client.ways.tells_unasked
+        if unasked and generation.routed_experts is not None:  # of which nobody knows the shape
+            given, named = generation.__getnewargs_ex__()
+            generation = Generation(*given, **{**named, "routed_experts": None})
         sample, more = self.sample, len(generation.token_ids)
         ended = generation.finish_reason in ("stop", "length")
         lacks_top_p = more > 0 and generation.top_p is None and expects_top_p(self.params)
