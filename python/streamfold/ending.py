@@ -170,7 +170,7 @@ class Ending:
 
     @property
     def _hidden_end(self) -> int | None:
-        """The last token, if it is an end that no text shows: one that engine names, or leaves out of its own text."""
+        """The last token, if it is an end that no text shows: one the engine names, or leaves out of its own text."""
         last, ways = self.sample.tokens[-1], self.ways
         hides = ways.ends_by_name or ways.tells_text or last in (self.params.get("stop_token_ids") or ())
         return last if hides and last in self._end_tokens else None
