@@ -58,7 +58,7 @@ lint: $(BUILT)  ## Check formats, lints, types and the stub against the compiled
 
 check: lint test test-torch  ## Everything that a change must pass
 
-bench: $(BUILT)  ## Measure against what people run today, and write benches/RESULTS.md (about 6 minutes)
+bench: $(BUILT)  ## Measure against what people run today, and write benches/RESULTS.md (about 8 minutes)
 	mkdir -p target
 	$(BIN)/pytest benches/bench_*.py --timeout 900 --benchmark-quiet --benchmark-json target/bench.json $(BENCH_ARGS)
 	$(BIN)/python -m benches.report target/bench.json >target/RESULTS.md

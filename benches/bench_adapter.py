@@ -42,7 +42,7 @@ class Adapters:
         self.mode, self.per_event, self.tokens = mode, per_event, tokens
         self._args: SimpleNamespace = arguments(url)
         self._params = {"max_new_tokens": tokens, "temperature": 1.0}
-        self._client = httpx.AsyncClient(timeout=None, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
         self._loop = asyncio.new_event_loop()
         self._incremental = mode == "incremental"
         self.first = {way: self.ask(way) for way in WAYS}
@@ -50,6 +50,14 @@ class Adapters:
     def ask(self, way: str) -> Sample:
         """One sample."""
         return self._loop.run_until_complete(self._ask(way))
+
+    def ask_many(self, way: str, count: int) -> list[Sample]:
+        """So many samples at once."""
+
+        async def ask_all() -> list[Sample]:
+            return await asyncio.gather(*[self._ask(way) for _ in range(count)])
+
+        return self._loop.run_until_complete(ask_all())
 
     async def _ask(self, way: str) -> Sample:
         sample = Sample(prompt="x", tokens=list(PROMPT))

@@ -38,10 +38,13 @@ def report(run: dict[str, Any], memory: dict[str, float]) -> Iterator[str]:
     yield from _machine(run["machine_info"])
     yield "\n## From raw bytes to arrays\n"
     entries = [(entry["extra_info"], entry["stats"]["data"]) for entry in run["benchmarks"]]
-    yield from _speed([entry for entry in entries if "adapter" not in entry[0]])
+    yield from _speed([entry for entry in entries if "stream" in entry[0]])
     if adapters := [entry for entry in entries if "adapter" in entry[0]]:
         yield "\n## One sample through the adapter\n"
         yield from _adapters(adapters)
+    if many := [entry for entry in entries if "streams" in entry[0]]:
+        yield "\n## Many streams at once\n"
+        yield from _many(many)
     yield "\n## Memory in flight\n"
     yield from _memory(memory)
 
@@ -92,6 +95,21 @@ def _adapters(entries: list[tuple[dict[str, Any], list[float]]]) -> Iterator[str
             ratio = "" if way == "streamfold" else f"{min(times) / min(ways['streamfold']):.1f}x"
             best, middle = f"{min(times) * 1e3:,.1f}", f"{median(times) * 1e3:,.1f}"
             yield _row(mode, str(per_event), way, str(len(times)), best, middle, ratio)
+
+
+def _many(entries: list[tuple[dict[str, Any], list[float]]]) -> Iterator[str]:
+    seconds: defaultdict[int, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for info, data in entries:
+        seconds[info["streams"]][info["way"]] += data
+    yield "The same two ways, with so many requests at once that all are open before the first is answered, with one"
+    yield "event. The host's way has one httpx.AsyncClient without a limit. CPU time of the client for each; no aim.\n"
+    yield _row("streams", "way", "turns", "best CPU ms each", "median CPU ms each", "streamfold needs less by")
+    yield _row("---:", "---", *["---:"] * 4)
+    for streams, ways in seconds.items():
+        for way, times in ways.items():
+            ratio = "" if way == "streamfold" else f"{min(times) / min(ways['streamfold']):.1f}x"
+            best, middle = (f"{value / streams * 1e3:,.2f}" for value in (min(times), median(times)))
+            yield _row(str(streams), way, str(len(times)), best, middle, ratio)
 
 
 def _memory(figures: dict[str, float]) -> Iterator[str]:

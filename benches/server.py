@@ -26,9 +26,9 @@ _HEAD: Final = (
 
 
 @contextlib.contextmanager
-def serving(mode: str, tokens: int, per_event: int) -> Iterator[str]:
-    """Serve one reply, again and again, while the block runs; the address."""
-    command = [sys.executable, "-m", "benches.server", mode, str(tokens), str(per_event)]
+def serving(mode: str, tokens: int, per_event: int, *, pause: float = PAUSE) -> Iterator[str]:
+    """Serve one reply, again and again, while the block runs; the address. ``pause``: seconds before each event."""
+    command = [sys.executable, "-m", "benches.server", mode, str(tokens), str(per_event), str(pause)]
     with subprocess.Popen(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -37,7 +37,7 @@ def serving(mode: str, tokens: int, per_event: int) -> Iterator[str]:
             process.terminate()
 
 
-async def _serve(events: Sequence[bytes]) -> None:
+async def _serve(events: Sequence[bytes], pause: float) -> None:
     chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,14 +46,14 @@ async def _serve(events: Sequence[bytes]) -> None:
             await reader.readexactly(int(head.partition(b"content-length:")[2].split(maxsplit=1)[0]))
             writer.write(_HEAD)
             for chunk in chunks:
+                await asyncio.sleep(pause)
                 writer.write(chunk)
                 await writer.drain()
-                await asyncio.sleep(PAUSE)
             writer.write(b"0\r\n\r\n")
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()
@@ -65,4 +65,4 @@ def _events(mode: str, tokens: int, per_event: int) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(_events(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    asyncio.run(_serve(_events(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), float(sys.argv[4])))
