@@ -187,6 +187,19 @@ def test_glued_events_come_in_one_chunk(engine: Loopback) -> None:
     assert len(heard.chunks) == 1
 
 
+@pytest.mark.parametrize("kind", ["status", "queue_full", "split"])
+def test_a_client_that_leaves_before_its_answer_is_no_error_of_the_engine(
+    engine: Loopback, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.faults = Faults([{"kind": kind}])
+    for i in range(200):
+        with connected(engine) as sock:
+            send(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", i % 2, 0))
+    until(lambda: engine.stats().open_connections == 0)
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
 def test_a_client_that_leaves_between_two_pieces_is_not_written_to_any_more(
     engine: Loopback, caplog: pytest.LogCaptureFixture
 ) -> None:

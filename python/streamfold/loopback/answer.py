@@ -68,7 +68,7 @@ class Answer:
         """Write a part of the body: an event of a stream, as a chunk of its own."""
         if self.over:  # a fault has ended it, and another one before that has more to say
             return
-        if self._transport is not None and self._transport.is_closing():  # of which is told in the loop's next round
+        if self._is_closing:
             return
         if self.pace is None:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -92,7 +92,15 @@ class Answer:
         if self.over:
             return
         self.over = True
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._is_closing:  # what was not written is missing, and no end can be put behind it
+            await self.gone.wait()
+        else:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @property
+    def _is_closing(self) -> bool:
+        """Whether the connection is being closed, of which :attr:`gone` tells only in the loop's next round."""
+        return self._transport is not None and self._transport.is_closing()
 
     async def hang_up(self, how: Ending) -> None:
         """Close the connection where it is; what was written before is delivered."""
