@@ -83,7 +83,7 @@ async def test_an_abort_of_all_of_an_engine_ends_the_calls_and_the_samples_go_on
             samples = [sample_of(max_new_tokens=120, sampling_seed=seed) for seed in range(4)]
             work = [asyncio.ensure_future(completed(client, sample)) for sample in samples]
             await until(lambda: sum(call.token_count > 10 for call in client.running) == 4)
-            assert await client.abort_engines(1) in (True, False)  # they are back at once
+            await client.abort_engines(1)  # whether the engine was seen idle is chance: they are back at once
             await asyncio.gather(*work)
         for sample in samples:
             told = VLLM.undisturbed(engine, PROMPT, sample.metadata["sampling_params"])

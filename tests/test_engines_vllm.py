@@ -172,6 +172,13 @@ async def test_a_token_outside_the_vocabulary_is_refused_as_servers_die_of_it() 
         assert server.requests == []
 
 
+def serving(there: dict[str, Any]) -> Replay:
+    """A server that has these paths and no other: what each answers, with a status before it if that is not 200."""
+    told = {path: answer if isinstance(answer, tuple) else (200, answer) for path, answer in there.items()}
+    routes = {path: answer_json(body, status) for path, (status, body) in told.items()}
+    return Replay(answer_json({"detail": "Not Found"}, 404), routes=routes)
+
+
 @pytest.mark.parametrize(
     ("there", "engine"),
     [
@@ -183,11 +190,7 @@ async def test_a_token_outside_the_vocabulary_is_refused_as_servers_die_of_it() 
     ],
 )
 async def test_a_server_is_asked_what_it_is(there: dict[str, Any], engine: str) -> None:
-    routes = {}
-    for path, told in there.items():
-        status, body = told if isinstance(told, tuple) else (200, told)
-        routes[path] = answer_json(body, status)
-    async with Replay(answer_json({"detail": "Not Found"}, 404), routes=routes) as server:
+    async with serving(there) as server:
         client = Client(server.url, engine="auto")
         assert client.engine == "auto"
         with pytest.raises(RuntimeError, match="async with client"):
@@ -213,11 +216,7 @@ OF_VLLM = {"/version": {"version": "0.32.0"}}
 )
 async def test_a_server_that_is_busy_when_it_is_asked_what_it_is_is_not_guessed_at(there: dict[str, Any]) -> None:
     """Nothing else is known of it then, and a wrong guess would last as long as the client."""
-    routes = {}
-    for path, told in there.items():
-        status, body = told if isinstance(told, tuple) else (200, told)
-        routes[path] = answer_json(body, status)
-    async with Replay(answer_json({"detail": "Not Found"}, 404), routes=routes) as server:
+    async with serving(there) as server:
         client = Client(server.url, engine="auto")
         with pytest.raises(EngineError) as busy:
             await client.discover()

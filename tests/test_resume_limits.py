@@ -152,6 +152,14 @@ async def test_what_the_engine_ends_while_the_host_aborts_is_a_result(speech: Sp
     assert (sample.response_length, sample.status) == (1 + len(rest), ABORTED)
 
 
+async def end_all(client: Client, how: str, task: asyncio.Future[Any]) -> None:
+    """Abort all calls, or close the client, and see that what it was doing ends."""
+    await getattr(client, how)()
+    await asyncio.wait_for(task, 5)
+    assert client._session is None or how == "abort_all", "a closed client has opened itself again"
+    await client.aclose()
+
+
 @pytest.mark.parametrize("end", ["abort_all", "aclose"])
 async def test_a_sample_that_waits_for_its_next_call_is_not_asked_for_after_an_abort_of_all(
     speech: Speech, end: str
@@ -163,10 +171,7 @@ async def test_a_sample_that_waits_for_its_next_call_is_not_asked_for_after_an_a
         task = asyncio.ensure_future(completed(client, sample))
         await until(lambda: sample.response_length == 2)
         await asyncio.sleep(0)
-        await getattr(client, end)()
-        await asyncio.wait_for(task, 5)
-        assert client._session is None or end == "abort_all", "a closed client has opened itself again"
-        await client.aclose()
+        await end_all(client, end, task)
         assert len(server.generates) == 1
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], ABORTED)
 
@@ -184,10 +189,7 @@ async def test_a_sample_whose_call_has_failed_and_is_being_cleared_away_is_not_a
         await until(lambda: server.aborts)
         for _ in iter(lambda: bool(client.running) and moment == "as it ends", False):
             await asyncio.sleep(0)  # so as to be there before whoever waits for the call
-        await getattr(client, end)()
-        await asyncio.wait_for(task, 5)
-        assert client._session is None or end == "abort_all", "a closed client has opened itself again"
-        await client.aclose()
+        await end_all(client, end, task)
         assert len(server.generates) == 1
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], ABORTED)
 

@@ -247,10 +247,8 @@ class _Completion:
         """
         if self.on_generation is not None:
             self.on_generation(generation)
-        unasked = self.client.experts is None and self.client.ways.tells_unasked
-        if unasked and generation.routed_experts is not None:  # of which nobody knows the shape
-            given, named = generation.__getnewargs_ex__()
-            generation = Generation(*given, **{**named, "routed_experts": None})
+        if self.client.experts is None and self.client.ways.tells_unasked:
+            generation = _without_experts(generation)
         sample, more = self.sample, len(generation.token_ids)
         ended = generation.finish_reason in ("stop", "length")
         lacks_top_p = more > 0 and generation.top_p is None and expects_top_p(self.params)
@@ -275,6 +273,14 @@ class _Completion:
         """Leave the sample as it was before the call."""
         note(self.sample, restarted_tokens=len(generation.token_ids))
         self.sample.status = type(self.sample.status)["ABORTED"]
+
+
+def _without_experts(generation: Generation) -> Generation:
+    """The same without the routed experts that nobody has asked for: in no sample is a place for them."""
+    if generation.routed_experts is None:
+        return generation
+    given, named = generation.__getnewargs_ex__()  # all that makes a generation, as for a pickle
+    return Generation(*given, **{**named, "routed_experts": None})
 
 
 def _is_damaged(error: BaseException | None, generation: Generation) -> bool:
