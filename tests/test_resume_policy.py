@@ -258,3 +258,22 @@ async def test_a_sample_that_is_to_start_again_keeps_what_came_until_it_is_asked
         await completed(client, sample)
     assert (sample.tokens, sample.status) == ([*PROMPT, *kept, 12], Sample.Status.COMPLETED)
     assert sample.metadata["restarted_tokens"] == 2
+
+
+async def test_a_response_that_ended_without_its_routed_experts_starts_again_though_it_was_looked_at_before(
+    speech: Speech,
+) -> None:
+    """Were its text cut before the stop string already, nobody would see it later, and the engine would go on."""
+    rows = np.ones((3 + 4 - 1, 3, 2), np.uint8)
+    whole = stream(speech.part([0, 1, 2], finish="stop", matched="bc", experts=rows[:5]), DONE)
+    async with (
+        speech.replay(answers(cut(speech.part([0, 1, 2, 3])), whole)) as server,  # abcd
+        speech.client(server.url, experts=Experts(3, 2, 8, "uint8"), retries=SOON) as client,
+    ):
+        sample = sample_of(stop=["bc"])
+        with pytest.raises(StreamTruncated):
+            await completed(client, sample, resume="raise")
+        assert (sample.response, sample.response_length) == ("abcd", 4)
+        await completed(client, sample)
+    assert [speech.ids(request) for request in server.generates] == [PROMPT, PROMPT]
+    assert (sample.tokens, sample.status) == ([*PROMPT, 0, 1, 2], Sample.Status.COMPLETED)

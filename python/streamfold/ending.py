@@ -68,7 +68,7 @@ class Ending:
         if (ended_as := self._ended_as(stop)) is not None:
             if self._lacks_experts:
                 return "goes back"  # no later call will bring them
-            sample.status = type(sample.status)[ended_as]
+            self._end(ended_as, stop)
             return "ended"
         if not self._has_nothing and (
             len(sample.tokens) == sample.response_length  # the prompt's ids are not known
@@ -140,26 +140,28 @@ class Ending:
 
     def _ended_as(self, stop: Stop) -> str | None:
         """What a cut response amounts to, if it has come to its end all the same."""
-        sample, params, ways = self.sample, self.params, self.ways
-        limit = params.get("max_new_tokens")
-        full = isinstance(limit, int) and sample.response_length >= limit
-        if self._has_nothing:
-            return "TRUNCATED" if full else None
-        if full and ways.budget_first:
-            self._retell(self.known_text)
+        limit = self.params.get("max_new_tokens")
+        full = isinstance(limit, int) and self.sample.response_length >= limit
+        if full and (self._has_nothing or self.ways.budget_first):
             return "TRUNCATED"
-        # An engine that aborts a request does not look whether its last token would have ended it.
-        if sample.tokens[-1] in self._end_tokens:
-            self._retell(self.known_text, matched=self._hidden_end)
+        if not self._has_nothing and (self._has_end_token or stop.end is not None):
             return "COMPLETED"
-        if stop.end is not None:
-            self._retell(self.known_text)
-            sample.response = sample.response[: self._turn[1] + stop.end]
-            return "COMPLETED"
-        if full:
-            self._retell(self.known_text)
-            return "TRUNCATED"
-        return None
+        return "TRUNCATED" if full else None
+
+    def _end(self, ended_as: str, stop: Stop) -> None:
+        """Give a cut response the status and the text of one that has ended so."""
+        sample, completed = self.sample, ended_as == "COMPLETED"
+        if not self._has_nothing:
+            by_token = completed and self._has_end_token
+            self._retell(self.known_text, matched=self._hidden_end if by_token else None)
+            if completed and not by_token and stop.end is not None:
+                sample.response = sample.response[: self._turn[1] + stop.end]
+        sample.status = type(sample.status)[ended_as]
+
+    @property
+    def _has_end_token(self) -> bool:
+        """Whether the last token is an end. An engine that aborts a request does not look whether it is."""
+        return self.sample.tokens[-1] in self._end_tokens
 
     @property
     def _end_tokens(self) -> set[int]:
