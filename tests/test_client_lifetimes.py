@@ -31,6 +31,7 @@ from replay import (
     until,
 )
 from streamfold import Client, EngineError, Limits
+from unreachable import closed_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,3 +161,25 @@ async def test_an_engine_that_cannot_be_reached_is_an_error_of_the_load() -> Non
     async with Client("http://127.0.0.1:9") as client:
         with pytest.raises(EngineError):
             await client.load()
+
+
+@pytest.mark.parametrize("ends", ["refused", "cancelled"])
+def test_a_client_that_could_not_be_entered_can_be_entered_on_another_loop(ends: str) -> None:
+    """It stayed bound to the first loop: the second try was told to close what nobody had been given."""
+
+    async def enter(client: Client) -> None:
+        entry = asyncio.ensure_future(client.__aenter__())
+        if ends == "cancelled":
+            await asyncio.sleep(0)
+            entry.cancel()
+        try:
+            await entry
+        finally:
+            assert len(asyncio.all_tasks()) == 1, "nothing is left"
+
+    error = asyncio.CancelledError if ends == "cancelled" else EngineError
+    with closed_port() as (_, url):
+        client = Client(url, engine="auto")
+        for _ in range(2):
+            with pytest.raises(error):
+                asyncio.run(enter(client))

@@ -397,7 +397,11 @@ class Client:
 
     async def __aenter__(self) -> Self:
         if self._engine is None:
-            await self.discover()
+            try:
+                await self.discover()
+            except BaseException:  # there will be no exit, and the next entry may be on another loop
+                await self.aclose()
+                raise
         return self
 
     async def __aexit__(
