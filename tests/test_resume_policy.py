@@ -277,3 +277,15 @@ async def test_a_response_that_ended_without_its_routed_experts_starts_again_tho
         await completed(client, sample)
     assert [speech.ids(request) for request in server.generates] == [PROMPT, PROMPT]
     assert (sample.tokens, sample.status) == ([*PROMPT, 0, 1, 2], Sample.Status.COMPLETED)
+
+
+async def test_a_sample_that_is_to_start_again_keeps_what_came_while_the_host_is_aborting(speech: Speech) -> None:
+    """No request leaves then, so nothing takes the place of what was dropped."""
+    async with speech.replay(answers(cut(speech.part([10, 11])))) as server, speech.client(server.url) as client:
+        sample = sample_of(stop=["lx"])
+        with pytest.raises(StreamTruncated):
+            await completed(client, sample, resume="raise")
+        await completed(client, sample, aborted=lambda: True)
+    assert len(server.generates) == 1
+    assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
+    assert "restarted_tokens" not in sample.metadata

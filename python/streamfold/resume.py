@@ -129,6 +129,8 @@ async def complete(
     failures, swept = 0, client.swept()
     for tries_left in itertools.count(client.retries.tries - 1, -1):
         if outlook == "goes back":
+            if aborted is not None and aborted():
+                return sample  # it is not asked for again
             ending.go_back()
         generation, error, cut_here = await work.ask()
         cut_here = cut_here or swept.done()
