@@ -1,0 +1,26 @@
+"""The names that users import. Everything else is internal and may move."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+EXPORTED = {
+    "streamfold": """
+        Buffer Call Client DecodeError EngineError EngineTimeout Experts Generation Limits Parser Pool Retries Rollout
+        RolloutConfig RolloutResult Running Sample StreamTruncated StreamfoldError Timeouts __version__ complete merge
+    """,
+    "streamfold.slime": "SLIME close_rollout generate_rollout generate_rollout_async generate_streaming",
+    "streamfold.vime": "VIME close_rollout generate_rollout generate_rollout_async generate_streaming",
+    "streamfold.loopback": """
+        Config Engine Faults Loopback Router SeenRequest Stats Tokenizer create_app serve undisturbed
+    """,
+}
+
+
+@pytest.mark.parametrize("module", EXPORTED)
+def test_the_exported_names_are_exactly_these(module: str) -> None:
+    exports = importlib.import_module(module)
+    assert sorted(exports.__all__) == sorted(EXPORTED[module].split())
+    assert [name for name in exports.__all__ if not hasattr(exports, name)] == []
