@@ -10,10 +10,10 @@ import asyncio
 import sys
 
 from streamfold import Client
-from streamfold.buffer import Buffer
-from streamfold.groups import prompt_groups
-from streamfold.rollout import Rollout, RolloutConfig
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.groups import prompt_groups
+from streamfold.rollout.rollout import Rollout, RolloutConfig
+from streamfold.samples.sample import Sample
 
 PROMPTS = [f"What is {n} times {n}?" for n in range(11, 23)]
 CONFIG = RolloutConfig(

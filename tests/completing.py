@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from replay import FIN, PROMPT, stream
-from streamfold.limits import Retries
-from streamfold.resume import complete
-from streamfold.sample import Sample
+from streamfold.client.limits import Retries
+from streamfold.samples.completion import complete
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

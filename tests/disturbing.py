@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from leftovers import open_files, settled
 from replay import until
 from streamfold import Call, Client, Experts, Limits, Retries, Timeouts
-from streamfold.attempt import Attempt
+from streamfold.client.attempt import Attempt
 from streamfold.loopback import Faults, Loopback, Router
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from host import arguments, engine
 from host.helpers import LIMIT
 from host.slime.utils.types import Sample
 from replay import FIN, HANG, PROMPT, Replay, answer_json, chunk, head, stream
-from streamfold import hosts
+from streamfold.integrations import base as hosts
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:

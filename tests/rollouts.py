@@ -9,13 +9,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from replay import PROMPT
-from streamfold.rollout import Rollout, RolloutConfig
-from streamfold.sample import Sample
+from streamfold.rollout.rollout import Rollout, RolloutConfig
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-    from streamfold.buffer import Buffer
+    from streamfold.rollout.buffer import Buffer
 
 Status = Sample.Status
 LIMIT = 60.0  # seconds after which something hangs

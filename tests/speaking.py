@@ -17,7 +17,7 @@ import replay
 from bodies_vllm import fields, usage
 from replay import DONE, HANG, PROMPT, Replay, Step, answer, answer_json, chunk, head, stream
 from streamfold import Client
-from streamfold.engines import ENGINES, Asked
+from streamfold.engines.base import ENGINES, Asked
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:

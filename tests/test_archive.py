@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from exactly import exactly
-from streamfold import archive
+from streamfold.rollout import serialization as archive
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from host.helpers import nowhere
 from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.utils.types import Sample as HostSample
-from streamfold.buffer import Buffer, Group
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer, Group
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,8 +16,8 @@ import pytest
 
 from exactly import exactly
 from host.slime.utils.types import Sample as HostSample
-from streamfold.buffer import Buffer, Group
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer, Group
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -279,8 +279,8 @@ def test_a_file_that_is_refused_leaves_the_buffer_as_it_was(
 CHILD = """
 import itertools, json, sys
 from pathlib import Path
-from streamfold.buffer import Buffer
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.samples.sample import Sample
 
 def source():
     for index in itertools.count():

@@ -17,16 +17,16 @@ import pytest
 from typer.testing import CliRunner
 
 from loopback_http import until
-from streamfold import demo
-from streamfold.cli import app
+from streamfold.cli import demo
+from streamfold.cli.main import app
+from streamfold.cli.recording import Recording
 from streamfold.errors import StreamTruncated
 from streamfold.loopback import Faults, Loopback
-from streamfold.recording import Recording
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from streamfold.sample import Sample
+    from streamfold.samples.sample import Sample
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"

@@ -28,7 +28,7 @@ from replay import (
     until,
 )
 from streamfold import Client, DecodeError, EngineError, Limits, Retries, StreamTruncated, Timeouts
-from streamfold.limits import Slots
+from streamfold.client.limits import Slots
 from unreachable import closed_port
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ async def test_the_load_is_the_sum_over_all_workers_of_a_router(speech: Speech) 
 async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
     speech: Speech, reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control._SECONDS", 0.4)
     async with speech.replay(routes={speech.load_path: reply}) as server, speech.client(server.url) as client:
         with pytest.raises(EngineError):
             await asyncio.wait_for(client.load(), 10)
@@ -294,7 +294,7 @@ async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
 async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(
     speech: Speech, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.abort._SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control._SECONDS", 0.4)
     before = asyncio.all_tasks()
     async with speech.replay(routes={speech.load_path: [HANG]}) as slow, speech.replay() as broken:
         workers = answer_json({"workers": [{"url": slow.url}, {"url": broken.url}]})

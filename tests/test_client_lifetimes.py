@@ -144,8 +144,8 @@ def test_a_pool_in_which_calls_would_wait_for_their_aborts_is_refused(most: int)
 async def test_workers_that_a_router_forgets_for_a_moment_are_still_told(
     reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.abort._WORKERS_LAST", 0.0)
-    monkeypatch.setattr("streamfold.abort._FAILURE_LASTS", 0.0)
+    monkeypatch.setattr("streamfold.client.control._WORKERS_LAST", 0.0)
+    monkeypatch.setattr("streamfold.client.control._FAILURE_LASTS", 0.0)
     async with Replay(RUNNING) as worker, Replay(RUNNING) as router:
         router.routes["/workers"] = answer_json({"workers": [{"url": worker.url}]})
         async with Client(router.url) as client:

@@ -28,7 +28,7 @@ from replay import (
     until,
 )
 from streamfold import Client, EngineError, EngineTimeout, Retries, Timeouts
-from streamfold.limits import Deadline
+from streamfold.client.limits import Deadline
 from unreachable import first_bytes, full_house
 
 if TYPE_CHECKING:

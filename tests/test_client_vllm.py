@@ -17,7 +17,7 @@ from replay import ASKED, DONE, PROMPT, Request, answer_json, begun, chunk, head
 from speaking import OLD_VLLM, SPEECHES, VLLM
 from streamfold import Client, EngineError, Retries, StreamTruncated
 from streamfold.loopback import Loopback, Router
-from streamfold.sample import Sample
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

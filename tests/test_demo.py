@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold import demo
+from streamfold.cli import demo
 from streamfold.loopback import Loopback
-from streamfold.sample import Sample
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

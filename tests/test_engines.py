@@ -11,10 +11,10 @@ import orjson
 import pytest
 
 from streamfold import Client, EngineError, Experts
-from streamfold.engines import Asked, Sglang, token_array
-from streamfold.hosts import address
-from streamfold.replies import error_message, retry_after
-from streamfold.urls import base_url
+from streamfold.client.responses import error_message, retry_after
+from streamfold.client.urls import base_url
+from streamfold.engines.base import Asked, Sglang, token_array
+from streamfold.integrations.base import address
 
 ENGINE = Sglang()
 

@@ -10,7 +10,7 @@ import pytest
 
 from replay import DONE, PROMPT, Replay, answer_json, stream
 from streamfold import Client, EngineError, Experts
-from streamfold.engines import Asked, Vllm, VllmCompletions
+from streamfold.engines.base import Asked, Vllm, VllmCompletions
 
 ENGINE, COMPLETIONS = Vllm(), VllmCompletions()
 FORBIDDEN = {

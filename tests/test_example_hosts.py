@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from host_calls import HOSTS
-from streamfold import host_rollout, hosts
+from streamfold.integrations import base as hosts
+from streamfold.integrations import rollout as host_rollout
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

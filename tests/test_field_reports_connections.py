@@ -9,7 +9,7 @@ import pytest
 
 from replay import HANG, PROMPT, WHOLE, Replay, Step, head, until
 from streamfold import Client, EngineError, Retries
-from streamfold.connection import Connection
+from streamfold.client.connection import Connection
 from tries import SOON
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from loopback_http import load
 from replay import DONE, HANG, PROMPT, RUNNING, Replay, chunk, event, head, stream, until
 from rollouts import Counted, bounded, nothing_left, rollout
 from streamfold import Client
-from streamfold.buffer import Buffer
 from streamfold.loopback import Loopback
-from streamfold.resume import complete
-from streamfold.sample import Sample, merge
+from streamfold.rollout.buffer import Buffer
+from streamfold.samples.completion import complete
+from streamfold.samples.sample import Sample, merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from conftest import LOOPS
 from leftovers import open_files, settled
 from replay import DONE, HANG, PROMPT, Replay, Step, chunk, events, head, stream, until
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
-from streamfold.connection import Connection
+from streamfold.client.connection import Connection
 from streamfold.loopback.server import Loopback
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from loopback_http import PLAIN, generate, get, load, payload, post, undisturbed, until
 from raw_http import ask
-from streamfold.cli import app
+from streamfold.cli.main import app
 from streamfold.loopback import Config, Faults, Loopback, create_app, faults, options
 from streamfold.loopback.injector import Injector
 

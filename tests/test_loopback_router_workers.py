@@ -18,7 +18,7 @@ from loopback_http import until as until_true
 from replay import DONE, PROMPT, until
 from router_http import ask, generate, get, told
 from streamfold import Client, EngineError
-from streamfold.limits import Retries
+from streamfold.client.limits import Retries
 from streamfold.loopback import Loopback, Router
 
 DESCRIPTORS = Path("/proc/self/fd")

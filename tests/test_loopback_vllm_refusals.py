@@ -24,7 +24,7 @@ from loopback_vllm import (
     until_load,
     usage,
 )
-from streamfold.cli import app
+from streamfold.cli.main import app
 from streamfold.loopback import Config, Faults, Loopback
 
 if TYPE_CHECKING:

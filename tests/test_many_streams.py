@@ -13,7 +13,7 @@ from loopback_http import post
 from replay import until
 from streamfold import Client, Limits, Retries, Timeouts
 from streamfold.loopback.scheduler import Scheduler
-from streamfold.metrics import Watch
+from streamfold.rollout.metrics import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,9 @@ import pytest
 
 from loopback_http import PROMPT
 from streamfold import Experts
+from streamfold.cli.recording import Recording, record
 from streamfold.errors import DecodeError
 from streamfold.loopback import Loopback
-from streamfold.recording import Recording, record
 
 if TYPE_CHECKING:
     from pathlib import Path

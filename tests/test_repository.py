@@ -14,57 +14,6 @@ import pytest
 import streamfold
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "python" / "streamfold"
-
-# A module imports only what stands to its right.
-ORDER = (
-    "__main__",
-    "cli",
-    "console",
-    "demo",
-    "recording",
-    "slime",
-    "vime",
-    "multimodal",
-    "host_pool",
-    "host_source",
-    "host_rollout",
-    "host_hooks",
-    "host_generate",
-    "hosts",
-    "pool",
-    "rollout",
-    "ledger",
-    "flight",
-    "groups",
-    "rewards",
-    "metrics",
-    "cuts",
-    "config",
-    "buffer",
-    "archive",
-    "resume",
-    "ending",
-    "journal",
-    "client",
-    "call",
-    "attempt",
-    "abort",
-    "discovery",
-    "engines",
-    "replies",
-    "connection",
-    "limits",
-    "transport",
-    "urls",
-    "text",
-    "rewind",
-    "sample",
-    "errors",
-    "_core",
-)
-# The engine in a box speaks HTTP only, so that it can test any client.
-LOOPBACK_MAY_IMPORT = {"errors"}
 
 # Setting up is not for a test to run: it fetches what is being tested.
 SETUP = (r"git clone \S+", r"cd \S+", r"pip install .*", r"python3? -m pip install .*")
@@ -156,39 +105,6 @@ def test_every_python_block_of_the_readme_compiles_and_imports_public_names() ->
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "streamfold":
                 assert {alias.name for alias in node.names} <= set(streamfold.__all__)
-
-
-def imported(path: Path) -> set[str]:
-    """The modules of this package that a file imports, by their first name below streamfold."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} line {node.lineno}: imports are absolute"
-            if node.module == "streamfold":
-                names |= {alias.name for alias in node.names}
-            elif node.module and node.module.startswith("streamfold."):
-                names.add(node.module.split(".")[1])
-        elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("streamfold.")}
-    return names
-
-
-def test_every_module_has_its_place_in_the_order() -> None:
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert modules == set(ORDER) - {"_core"}
-
-
-@pytest.mark.parametrize("name", ORDER[:-1])
-def test_a_module_imports_only_what_stands_to_its_right(name: str) -> None:
-    allowed = set(ORDER[ORDER.index(name) + 1 :])
-    if name in {"cli", "console", "demo"}:
-        allowed.add("loopback")
-    assert imported(PACKAGE / f"{name}.py") <= allowed
-
-
-def test_the_loopback_engine_knows_nothing_of_the_client() -> None:
-    for path in (PACKAGE / "loopback").rglob("*.py"):
-        assert imported(path) - {"loopback"} <= LOOPBACK_MAY_IMPORT, path.name
 
 
 def test_no_source_file_is_longer_than_500_lines() -> None:

@@ -14,9 +14,9 @@ from completing import ENDED, SOON, answers, completed, cut, differs, sample_of
 from replay import DONE, HANG, PROMPT, Request, answer_json, chunk, event, head, stream, until
 from speaking import SGLANG, VLLM
 from streamfold import DecodeError, EngineError, Experts, Generation, StreamTruncated
-from streamfold.limits import Retries
-from streamfold.resume import complete, complete_all
-from streamfold.sample import Sample
+from streamfold.client.limits import Retries
+from streamfold.samples.completion import complete, complete_all
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

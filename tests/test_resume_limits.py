@@ -13,7 +13,7 @@ from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, HANG, PROMPT, RST, answer_json, chunk, head, stream, until
 from speaking import SGLANG, VLLM, Speech
 from streamfold import Client, Retries, StreamTruncated
-from streamfold.sample import Sample
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

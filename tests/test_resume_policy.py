@@ -12,8 +12,8 @@ from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, HANG, PROMPT, Request, chunk, head, stream, until
 from speaking import SGLANG
 from streamfold import EngineError, Experts, Generation, StreamTruncated
-from streamfold.limits import Retries
-from streamfold.sample import Sample, merge
+from streamfold.client.limits import Retries
+from streamfold.samples.sample import Sample, merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from replay import Step
     from speaking import Speech
     from streamfold.loopback import Loopback
-    from streamfold.resume import Resume
+    from streamfold.samples.completion import Resume
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, PROMPT, Replay, event, stream
 from speaking import SGLANG, VLLM
 from streamfold import Client, StreamTruncated
-from streamfold.engines import ENGINES
+from streamfold.engines.base import ENGINES
 from streamfold.loopback import Faults, Loopback
 from streamfold.loopback.tokenizer import Tokenizer
-from streamfold.resume import complete
-from streamfold.sample import Sample, merge
+from streamfold.samples.completion import complete
+from streamfold.samples.sample import Sample, merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,8 @@ from completing import SOON, answers, completed, cut, sample_of
 from replay import DONE, PROMPT, stream
 from speaking import SGLANG, VLLM
 from streamfold.loopback import Loopback
-from streamfold.rewind import restart, rewind
-from streamfold.sample import Sample
+from streamfold.samples.reset import restart, rewind
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from speaking import Speech

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replay import DONE, Replay, Request, answer_json, event, stream
-from streamfold.journal import read_samples
+from streamfold.cli.journal import read_samples
 from streamfold.loopback import Loopback
-from streamfold.sample import Sample
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

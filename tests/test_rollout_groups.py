@@ -24,11 +24,11 @@ from rollouts import (
     snapshot,
 )
 from streamfold import Client
-from streamfold.buffer import Buffer
-from streamfold.groups import prompt_groups, samples_of
 from streamfold.loopback import Loopback
-from streamfold.rollout import RolloutConfig
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.groups import prompt_groups, samples_of
+from streamfold.rollout.rollout import RolloutConfig
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from replay import Request

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pytest
 
-from streamfold import journal
-from streamfold.journal import Journal, Plan, read_samples
-from streamfold.sample import Sample
+from streamfold.cli import journal
+from streamfold.cli.journal import Journal, Plan, read_samples
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -363,7 +363,7 @@ def test_a_run_that_starts_while_another_one_ends_writes_to_the_file_that_stays(
             (tmp_path / "new").replace(path)
         lock(file, how)
 
-    monkeypatch.setattr("streamfold.journal.fcntl.flock", replaced_first)
+    monkeypatch.setattr("streamfold.cli.journal.fcntl.flock", replaced_first)
     with journal._open(path) as file:
         file.write(b"er")
     assert path.read_bytes() == b"newer"

@@ -23,10 +23,11 @@ from rollouts import (
     nothing_left,
     rollout,
 )
-from streamfold import StreamfoldError, flight
-from streamfold.buffer import Buffer
-from streamfold.metrics import Tally
-from streamfold.sample import Sample
+from streamfold import StreamfoldError
+from streamfold.rollout import scheduler as flight
+from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.metrics import Tally
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,11 +27,11 @@ from rollouts import (
     snapshot,
 )
 from streamfold import Client, StreamfoldError
-from streamfold.buffer import Buffer
-from streamfold.flight import Pace
 from streamfold.loopback import Loopback
-from streamfold.rollout import RolloutConfig
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.rollout import RolloutConfig
+from streamfold.rollout.scheduler import Pace
+from streamfold.samples.sample import Sample
 
 Status = Sample.Status
 

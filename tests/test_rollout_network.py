@@ -11,9 +11,10 @@ import pytest
 
 from replay import ASKED, DONE, HANG, answer_json, chunk, head, stream
 from rollouts import Counted, bounded, groups_of, nothing_left, rollout
-from streamfold import Client, Timeouts, abort
-from streamfold.buffer import Buffer
-from streamfold.sample import Sample, merge
+from streamfold import Client, Timeouts
+from streamfold.client import control as abort
+from streamfold.rollout.buffer import Buffer
+from streamfold.samples.sample import Sample, merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable

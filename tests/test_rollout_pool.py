@@ -23,10 +23,10 @@ from rollouts import (
     snapshot,
 )
 from streamfold import Client, StreamfoldError
-from streamfold.buffer import Buffer
 from streamfold.loopback import Loopback
-from streamfold.pool import Pool
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.pool import Pool
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ import pytest
 
 from rollouts import Counted, Scripted, bounded, endless, groups_of, nothing_left, rollout
 from streamfold import StreamfoldError
-from streamfold.buffer import Buffer
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.samples.sample import Sample
 
 BOTH_LOOPS = True
 

@@ -22,7 +22,7 @@ from replay import (
     until,
 )
 from streamfold import Limits, Running, StreamTruncated
-from streamfold.limits import Slots
+from streamfold.client.limits import Slots
 from tries import BUSY, LATER, SOON, in_turn, rids
 
 if TYPE_CHECKING:

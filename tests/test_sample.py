@@ -12,9 +12,9 @@ import pytest
 from host.helpers import nowhere
 from host.slime.utils.types import Sample as HostSample
 from streamfold import Generation
-from streamfold.groups import stamp
-from streamfold.rewind import note, restart
-from streamfold.sample import Sample, check_ready, merge, meta_info
+from streamfold.rollout.groups import stamp
+from streamfold.samples.reset import note, restart
+from streamfold.samples.sample import Sample, check_ready, merge, meta_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable

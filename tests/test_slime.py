@@ -34,7 +34,8 @@ from host_calls import (
     whole,
 )
 from replay import DONE, PROMPT, stream, until
-from streamfold import hosts, slime, vime
+from streamfold import slime, vime
+from streamfold.integrations import base as hosts
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from host.helpers import Scripted, append, nowhere
 from host.slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from host.slime.rollout.sglang_rollout import generate_rollout_async
 from host_calls import HOSTS, Status, adapter
-from streamfold.buffer import Buffer
 from streamfold.loopback import Loopback
+from streamfold.rollout.buffer import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,8 @@ from host_calls import (
     streaming,
 )
 from replay import DONE, HANG, PROMPT, answer_json, head, stream, until
-from streamfold import Retries, StreamTruncated, hosts
+from streamfold import Retries, StreamTruncated
+from streamfold.integrations import base as hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

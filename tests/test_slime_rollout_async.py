@@ -24,8 +24,9 @@ from host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from host.slime.rollout.sglang_rollout import GenerateState
 from host.slime.utils.types import Sample
 from host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
-from streamfold import hosts, slime, vime
+from streamfold import slime, vime
 from streamfold.errors import StreamfoldError
+from streamfold.integrations import base as hosts
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from host.slime.utils.misc import load_function
 from host.slime.utils.types import Sample
 from host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
 from host_rolls import rolled, scripted
-from streamfold import hosts, slime, vime
+from streamfold import slime, vime
 from streamfold.errors import StreamfoldError
+from streamfold.integrations import base as hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

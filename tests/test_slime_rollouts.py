@@ -24,7 +24,8 @@ from host.slime.rollout.sglang_rollout import (
 from host.slime.utils.types import Sample
 from host_calls import TOP_P, Status, arrived, assert_undisturbed, response_of, snapshot, streaming
 from replay import DONE, HANG, Replay, chunk, event, head, stream, until
-from streamfold import Client, hosts, slime
+from streamfold import Client, slime
+from streamfold.integrations import base as hosts
 from streamfold.loopback import Loopback
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamfold.loopback.tokenizer import Tokenizer
-from streamfold.sample import Sample
-from streamfold.text import has_stopped_at, whole_text
+from streamfold.samples.detokenizer import has_stopped_at, whole_text
+from streamfold.samples.sample import Sample
 
 TOKENIZER = Tokenizer()
 PROMPT = TOKENIZER.encode("tell me a story")

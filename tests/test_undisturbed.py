@@ -18,16 +18,16 @@ import pytest
 from conftest import LOOPS
 from disturbing import SHAPE, TOP_P, WIRES, Site, Watched, Wire, at, departures, nothing_is_left
 from rollouts import Counted, everywhere
-from streamfold.buffer import Buffer
-from streamfold.pool import Pool
-from streamfold.rollout import Rollout, RolloutConfig
-from streamfold.sample import Sample
+from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.pool import Pool
+from streamfold.rollout.rollout import Rollout, RolloutConfig
+from streamfold.samples.sample import Sample
 from undisturbed import Work, carry, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from streamfold.groups import Group
+    from streamfold.rollout.groups import Group
 
     Tell = Callable[[str, object], None]
 

@@ -42,7 +42,8 @@ from host_calls import (
     whole,
 )
 from replay import DONE, FIN, LAST_CHUNK, PROMPT, chunk, head, stream, until
-from streamfold import DecodeError, EngineError, Retries, StreamTruncated, hosts, slime, vime
+from streamfold import DecodeError, EngineError, Retries, StreamTruncated, slime, vime
+from streamfold.integrations import base as hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,8 +20,9 @@ from host.slime.utils import processing_utils
 from host.slime.utils.types import Sample
 from host_calls import PARAMS, Server, Status, ask, asked, cut, part, response_of, streaming
 from replay import DONE, HANG, RST, answer, answer_json, stream, until
-from streamfold import EngineError, EngineTimeout, Retries, hosts, vime
-from streamfold.multimodal import body_of
+from streamfold import EngineError, EngineTimeout, Retries, vime
+from streamfold.integrations import base as hosts
+from streamfold.integrations.multimodal import body_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

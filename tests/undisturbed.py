@@ -14,8 +14,8 @@ import numpy as np
 
 from disturbing import TOP_P
 from streamfold import Client, StreamfoldError
-from streamfold.resume import complete
-from streamfold.sample import Sample
+from streamfold.samples.completion import complete
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from disturbing import Site, Watched

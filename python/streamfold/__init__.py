@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts, Generation, Parser, __version__
-from streamfold.call import Call
-from streamfold.client import Client, Running
+from streamfold.client.call import Call
+from streamfold.client.client import Client, Running
+from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.limits import Limits, Retries, Timeouts
 
 if TYPE_CHECKING:
-    from streamfold.buffer import Buffer
-    from streamfold.config import RolloutConfig
-    from streamfold.pool import Pool
-    from streamfold.resume import complete
-    from streamfold.rollout import Rollout, RolloutResult
-    from streamfold.sample import Sample, merge
+    from streamfold.rollout.buffer import Buffer
+    from streamfold.rollout.config import RolloutConfig
+    from streamfold.rollout.pool import Pool
+    from streamfold.rollout.rollout import Rollout, RolloutResult
+    from streamfold.samples.completion import complete
+    from streamfold.samples.sample import Sample, merge
 
 __all__ = [
     "Buffer",
@@ -47,14 +47,14 @@ __all__ = [
 
 # The loop's parts are loaded when they are asked for: a parser or a client needs none of them, and starts sooner.
 _LATER = {
-    "Buffer": "buffer",
-    "Pool": "pool",
-    "Rollout": "rollout",
-    "RolloutConfig": "config",
-    "RolloutResult": "rollout",
-    "Sample": "sample",
-    "complete": "resume",
-    "merge": "sample",
+    "Buffer": "rollout.buffer",
+    "Pool": "rollout.pool",
+    "Rollout": "rollout.rollout",
+    "RolloutConfig": "rollout.config",
+    "RolloutResult": "rollout.rollout",
+    "Sample": "samples.sample",
+    "complete": "samples.completion",
+    "merge": "samples.sample",
 }
 
 

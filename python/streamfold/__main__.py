@@ -1,5 +1,5 @@
 """``python -m streamfold`` is ``streamfold``."""
 
-from streamfold.cli import app
+from streamfold.cli.main import app
 
 app(prog_name="streamfold")

@@ -5,14 +5,15 @@ slime that cancel single requests (they read ``abort_mode``) and in older ones, 
 
 What stands around it can be had from here too, each by an option of slime's:
 
-- ``--rollout-function-path streamfold.slime.generate_rollout``: whole rollouts, see :mod:`streamfold.host_rollout`;
+- ``--rollout-function-path streamfold.slime.generate_rollout``: whole rollouts, see
+  :mod:`streamfold.integrations.rollout`;
 - ``--rollout-function-path streamfold.slime.generate_rollout_async``: fully asynchronous ones, see
-  :mod:`streamfold.host_pool`;
+  :mod:`streamfold.integrations.fully_async`;
 - ``--data-source-path streamfold.slime.DataSource``: a buffer that outlives its process, see
-  :mod:`streamfold.host_source`.
+  :mod:`streamfold.integrations.data_source`.
 
-For its settings see :mod:`streamfold.hosts`, and one of its own: ``streamfold_model`` (STREAMFOLD_MODEL) says which of
-``sglang_model_routers`` is asked, if a sample names none in its ``metadata["model_name"]``.
+For its settings see :mod:`streamfold.integrations.base`, and one of its own: ``streamfold_model`` (STREAMFOLD_MODEL)
+says which of ``sglang_model_routers`` is asked, if a sample names none in its ``metadata["model_name"]``.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from streamfold import host_generate, host_pool, host_rollout, host_source
-from streamfold.hosts import Host, has_any
-from streamfold.sample import meta_info
+from streamfold.integrations import data_source as host_source
+from streamfold.integrations import fully_async as host_pool
+from streamfold.integrations import generate as host_generate
+from streamfold.integrations import rollout as host_rollout
+from streamfold.integrations.base import Host, has_any
+from streamfold.samples.sample import meta_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from streamfold._core import Generation
-    from streamfold.hosts import Args, HostSample, Seat
-    from streamfold.resume import Extra
+    from streamfold.integrations.base import Args, HostSample, Seat
+    from streamfold.samples.completion import Extra
 
 __all__ = ["SLIME", "close_rollout", "generate_rollout", "generate_rollout_async", "generate_streaming"]
 
@@ -117,7 +121,7 @@ def generate_rollout(
     data_source: Any,  # noqa: ANN401  # the host's, or ours
     evaluation: bool = False,  # noqa: FBT001, FBT002  # the host's signature
 ) -> Any:  # noqa: ANN401  # the host's class, where it has one
-    """Do one rollout: see :func:`streamfold.host_rollout.generate_rollout`."""
+    """Do one rollout: see :func:`streamfold.integrations.rollout.generate_rollout`."""
     return host_rollout.generate_rollout(SLIME, args, rollout_id, data_source, evaluation=evaluation)
 
 
@@ -127,12 +131,12 @@ def generate_rollout_async(
     data_source: Any,  # noqa: ANN401  # the host's, or ours
     evaluation: bool = False,  # noqa: FBT001, FBT002  # the host's signature
 ) -> Any:  # noqa: ANN401  # the host's class, where it has one
-    """Give the next groups of a pool: see :func:`streamfold.host_pool.generate_rollout_async`."""
+    """Give the next groups of a pool: see :func:`streamfold.integrations.fully_async.generate_rollout_async`."""
     return host_pool.generate_rollout_async(SLIME, args, rollout_id, data_source, evaluation=evaluation)
 
 
 def close_rollout() -> None:
-    """End the pool of :func:`generate_rollout_async`: see :func:`streamfold.host_pool.close_rollout`."""
+    """End the pool of :func:`generate_rollout_async`: see :func:`streamfold.integrations.fully_async.close_rollout`."""
     host_pool.close_rollout(SLIME)
 
 

@@ -6,27 +6,31 @@ single requests (they read ``abort_mode``) and in older ones, which abort whole 
 0.30 on vLLM has to be started with ``--enable-scale-out``.
 
 The engine sends no text: what a call brought is decoded by the trainer's tokenizer, all at once. Prompts with images
-are rendered by the server first, see :mod:`streamfold.multimodal`. Where ``--rollout-top-p`` narrows the choice, the
-sampling masks have to come with every token, as the trainer replays them: vLLM is started with them
+are rendered by the server first, see :mod:`streamfold.integrations.multimodal`. Where ``--rollout-top-p`` narrows the
+choice, the sampling masks have to come with every token, as the trainer replays them: vLLM is started with them
 (``--return-sampling-mask``), they are not asked for.
 
-For its settings see :mod:`streamfold.hosts`, and one of its own: ``streamfold_model`` (STREAMFOLD_MODEL) says which of
-``vllm_model_routers`` is asked, if a sample names none in its ``metadata["model_name"]``.
+For its settings see :mod:`streamfold.integrations.base`, and one of its own: ``streamfold_model`` (STREAMFOLD_MODEL)
+says which of ``vllm_model_routers`` is asked, if a sample names none in its ``metadata["model_name"]``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from streamfold import host_generate, host_pool, host_rollout, host_source, multimodal
-from streamfold.hosts import Host, has_any
+from streamfold.integrations import data_source as host_source
+from streamfold.integrations import fully_async as host_pool
+from streamfold.integrations import generate as host_generate
+from streamfold.integrations import multimodal
+from streamfold.integrations import rollout as host_rollout
+from streamfold.integrations.base import Host, has_any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from streamfold._core import Generation
-    from streamfold.hosts import Args, HostSample, Seat
-    from streamfold.resume import Extra
+    from streamfold.integrations.base import Args, HostSample, Seat
+    from streamfold.samples.completion import Extra
 
 __all__ = ["VIME", "close_rollout", "generate_rollout", "generate_rollout_async", "generate_streaming"]
 
@@ -145,7 +149,7 @@ def generate_rollout(
     data_source: Any,  # noqa: ANN401  # the host's, or ours
     evaluation: bool = False,  # noqa: FBT001, FBT002  # the host's signature
 ) -> Any:  # noqa: ANN401  # the host's class
-    """Do one rollout: see :func:`streamfold.host_rollout.generate_rollout`."""
+    """Do one rollout: see :func:`streamfold.integrations.rollout.generate_rollout`."""
     return host_rollout.generate_rollout(VIME, args, rollout_id, data_source, evaluation=evaluation)
 
 
@@ -155,12 +159,12 @@ def generate_rollout_async(
     data_source: Any,  # noqa: ANN401  # the host's, or ours
     evaluation: bool = False,  # noqa: FBT001, FBT002  # the host's signature
 ) -> Any:  # noqa: ANN401  # the host's class
-    """Give the next groups of a pool: see :func:`streamfold.host_pool.generate_rollout_async`."""
+    """Give the next groups of a pool: see :func:`streamfold.integrations.fully_async.generate_rollout_async`."""
     return host_pool.generate_rollout_async(VIME, args, rollout_id, data_source, evaluation=evaluation)
 
 
 def close_rollout() -> None:
-    """End the pool of :func:`generate_rollout_async`: see :func:`streamfold.host_pool.close_rollout`."""
+    """End the pool of :func:`generate_rollout_async`: see :func:`streamfold.integrations.fully_async.close_rollout`."""
     host_pool.close_rollout(VIME)
 
 

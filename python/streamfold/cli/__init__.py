@@ -1,0 +1,1 @@
+"""The command line: ``streamfold demo | serve | rollout | record | replay``."""

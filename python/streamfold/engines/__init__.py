@@ -1,0 +1,1 @@
+"""What differs between inference servers: payloads, abort requests, load, and how to detect which one a URL is."""

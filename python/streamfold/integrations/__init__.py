@@ -1,0 +1,1 @@
+"""What the adapters for trainers (:mod:`streamfold.slime`, :mod:`streamfold.vime`) share."""

@@ -1,0 +1,1 @@
+"""Many samples: over-sampling, partial rollout, rewards, filters, a durable buffer, fully asynchronous pools."""
