@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import ModuleType, SimpleNamespace
 
     from replay import Request, Route, Step
-    from streamfold.loopback.reply import Reply
+    from streamfold.loopback.core.reply import Reply
 
 Status = Sample.Status
 HOSTS = ("slime", "vime")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from streamfold.loopback import Loopback
-    from streamfold.loopback.reply import Reply
+    from streamfold.loopback.core.reply import Reply
 
 TOKENS = "inference/v1/generate"
 DONE = b"data: [DONE]\n\n"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from bodies_vllm import Wire
     from replay import Request, Route, Steps
-    from streamfold.loopback.reply import Reply
+    from streamfold.loopback.core.reply import Reply
 
 
 Spoken: TypeAlias = "Steps | Callable[[Speech], Steps]"

@@ -18,7 +18,7 @@ from streamfold import Client, Limits
 
 if TYPE_CHECKING:
     from streamfold import Call
-    from streamfold.loopback.reply import Reply
+    from streamfold.loopback.core.reply import Reply
 
 BOTH_LOOPS = True
 

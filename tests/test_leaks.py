@@ -22,7 +22,7 @@ from leftovers import open_files, settled
 from replay import DONE, HANG, PROMPT, Replay, Step, chunk, events, head, stream, until
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
 from streamfold.client.connection import Connection
-from streamfold.loopback.server import Loopback
+from streamfold.loopback.http.server import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

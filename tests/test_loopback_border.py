@@ -9,7 +9,7 @@ import pytest
 
 from loopback_http import PROMPT, Answer, generate, undisturbed
 from streamfold.loopback import Faults, Loopback, Tokenizer
-from streamfold.loopback.models import PIECES
+from streamfold.loopback.core.models import PIECES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

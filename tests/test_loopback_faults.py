@@ -22,8 +22,11 @@ from typer.testing import CliRunner
 from loopback_http import PLAIN, generate, get, load, payload, post, undisturbed, until
 from raw_http import ask
 from streamfold.cli.main import app
-from streamfold.loopback import Config, Faults, Loopback, create_app, faults, options
-from streamfold.loopback.injector import Injector
+from streamfold.loopback import Config, Faults, Loopback, create_app
+from streamfold.loopback import faults as documentation
+from streamfold.loopback.faults import options
+from streamfold.loopback.faults import script as faults
+from streamfold.loopback.faults.injector import Injector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,7 +192,7 @@ def test_what_needs_a_cumulative_stream_is_refused_where_none_is(kind: str) -> N
 
 
 def test_the_documentation_names_every_kind_with_its_keys_and_every_condition() -> None:
-    told = dict(re.findall(r"^- ``(\w+)``: (.*?)(?=^- |\n\n|\Z)", faults.__doc__ or "", re.DOTALL | re.MULTILINE))
+    told = dict(re.findall(r"^- ``(\w+)``: (.*?)(?=^- |\n\n|\Z)", documentation.__doc__ or "", re.DOTALL | re.MULTILINE))
     conditions = options.options(faults.Conditions)
     assert set(told) == set(faults.KINDS) | set(conditions)
     for name, kind in faults.KINDS.items():

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.models import PIECES, Model
-from streamfold.loopback.tokenizer import Tokenizer
+from streamfold.loopback.core.models import PIECES, Model
+from streamfold.loopback.core.tokenizer import Tokenizer
 
 tokenizer = Tokenizer()
 model = Model(tokenizer)

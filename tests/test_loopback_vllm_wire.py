@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bodies import Recording, Shape, recordings
 from reference import read
-from streamfold.loopback.reply import DONE, Reply, length, stopped
+from streamfold.loopback.core.reply import DONE, Reply, length, stopped
 from streamfold.loopback.vllm.completions import CompletionWriter
 from streamfold.loopback.vllm.wire import Dialect, Told, Writer, aborted, stream
 

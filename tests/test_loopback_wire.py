@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from bodies import Recording, Shape, recordings
 from reference import read
-from streamfold.loopback import wire
-from streamfold.loopback.wire import DONE, Dialect, Reply, Writer, stream
+from streamfold.loopback.sglang import wire
+from streamfold.loopback.sglang.wire import DONE, Dialect, Reply, Writer, stream
 
 TIMES = re.compile(rb'"(e2e_latency|response_sent_to_client_ts)":[0-9.e-]+')
 TOLD = [recording for recording in recordings("streams") if "sglang" in recording.name]

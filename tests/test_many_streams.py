@@ -12,7 +12,7 @@ from disturbing import Wire, at, nothing_is_left
 from loopback_http import post
 from replay import until
 from streamfold import Client, Limits, Retries, Timeouts
-from streamfold.loopback.scheduler import Scheduler
+from streamfold.loopback.core.scheduler import Scheduler
 from streamfold.rollout.metrics import Watch
 
 if TYPE_CHECKING:

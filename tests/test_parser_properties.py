@@ -19,7 +19,7 @@ from bodies import DONE, event, finish
 from folding import Folded, check_owned, fold, folded, parser_for
 from reference import Reading, differences, exact, read
 from streamfold import StreamfoldError
-from streamfold.loopback import wire
+from streamfold.loopback.sglang import wire
 from written import Written
 from written import written as written_by_sglang
 from written_vllm import written as written_by_vllm

@@ -13,7 +13,7 @@ from speaking import SGLANG, VLLM
 from streamfold import Client, StreamTruncated
 from streamfold.engines.base import ENGINES
 from streamfold.loopback import Faults, Loopback
-from streamfold.loopback.tokenizer import Tokenizer
+from streamfold.loopback.core.tokenizer import Tokenizer
 from streamfold.samples.completion import complete
 from streamfold.samples.sample import Sample, merge
 

@@ -27,8 +27,8 @@ from host_calls import (
 )
 from replay import DONE, PROMPT, Replay, chunk, dripped, event, events, head, stream
 from streamfold.loopback import Config, Loopback, undisturbed
-from streamfold.loopback.wire import Dialect, Reply, stopped
-from streamfold.loopback.wire import stream as written
+from streamfold.loopback.sglang.wire import Dialect, Reply, stopped
+from streamfold.loopback.sglang.wire import stream as written
 from streamfold.slime import generate_streaming
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.tokenizer import Tokenizer
+from streamfold.loopback.core.tokenizer import Tokenizer
 from streamfold.samples.detokenizer import has_stopped_at, whole_text
 from streamfold.samples.sample import Sample
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.tokenizer import SPECIAL_TOKENS, WORDS, Detokenizer, Tokenizer
+from streamfold.loopback.core.tokenizer import SPECIAL_TOKENS, WORDS, Detokenizer, Tokenizer
 
 tokenizer = Tokenizer()
 ids = st.lists(st.integers(0, tokenizer.vocab_size - 1))

@@ -13,14 +13,14 @@ the writers alone, without a server. ``faults`` lists how it can misbehave.
 """
 
 try:
-    from streamfold.loopback.app import create_app
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.engine import Engine, SeenRequest
-    from streamfold.loopback.faults import Faults
-    from streamfold.loopback.router import Router
-    from streamfold.loopback.server import Loopback, Stats, serve
-    from streamfold.loopback.tokenizer import Tokenizer
-    from streamfold.loopback.undisturbed import undisturbed
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.engine import Engine, SeenRequest
+    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.undisturbed import undisturbed
+    from streamfold.loopback.faults.script import Faults
+    from streamfold.loopback.http.app import create_app
+    from streamfold.loopback.http.server import Loopback, Stats, serve
+    from streamfold.loopback.router.router import Router
 except ModuleNotFoundError as error:
     _missing = (error.name or "").partition(".")[0]
     if _missing not in {"starlette", "uvicorn", "h11"}:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from streamfold.loopback.vllm.wire import LOWEST_LOGPROB, Dialect, Told, Writer
 
 if TYPE_CHECKING:
-    from streamfold.loopback.reply import Frame, Reply
+    from streamfold.loopback.core.reply import Frame, Reply
 
 __all__ = ["CompletionWriter"]
 

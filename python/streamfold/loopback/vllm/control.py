@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from streamfold.loopback.endpoint import Json, worker_list
+from streamfold.loopback.http.endpoint import Json, worker_list
 from streamfold.loopback.vllm.generate import Completions, Generate
 from streamfold.loopback.vllm.params import bad_request
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from starlette.exceptions import HTTPException
     from starlette.requests import Request as HttpRequest
 
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.engine import Engine
-    from streamfold.loopback.request import Request
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.engine import Engine
+    from streamfold.loopback.core.request import Request
 
 __all__ = ["EXCEPTION_HANDLERS", "guards", "routes"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback.ask import MalformedBody
-from streamfold.loopback.endpoint import Endpoint, Json
+from streamfold.loopback.core.request_params import MalformedBody
+from streamfold.loopback.http.endpoint import Endpoint, Json
 from streamfold.loopback.vllm.params import VllmAsk, read_completion, read_generate, read_json, verify
 from streamfold.loopback.vllm.request import VllmRequest
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-    from streamfold.loopback.ask import InvalidRequest
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.request import Request
-    from streamfold.loopback.scheduler import Scheduler
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.request import Request
+    from streamfold.loopback.core.request_params import InvalidRequest
+    from streamfold.loopback.core.scheduler import Scheduler
 
     Read = Callable[[Mapping[str, Any], Config, str | None], VllmAsk]
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from streamfold.loopback.ask import Ask, InvalidRequest, MalformedBody, SamplingParams
+from streamfold.loopback.core.request_params import Ask, InvalidRequest, MalformedBody, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from streamfold.loopback.config import Config
+    from streamfold.loopback.core.config import Config
 
 __all__ = ["VllmAsk", "bad_request", "read_completion", "read_generate", "read_json", "verify"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamfold.loopback.reply import Reply, length, stopped
-from streamfold.loopback.request import INTERVAL_UNSTREAMED, Request
-from streamfold.loopback.tokenizer import Detokenizer
+from streamfold.loopback.core.reply import Reply, length, stopped
+from streamfold.loopback.core.request import INTERVAL_UNSTREAMED, Request
+from streamfold.loopback.core.tokenizer import Detokenizer
 from streamfold.loopback.vllm import wire
 from streamfold.loopback.vllm.completions import CompletionWriter
 from streamfold.loopback.vllm.params import VllmAsk, read_generate, verify
@@ -18,10 +18,10 @@ from streamfold.loopback.vllm.params import VllmAsk, read_generate, verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from streamfold.loopback.ask import SamplingParams
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.reply import Finish
-    from streamfold.loopback.tokenizer import Tokenizer
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.reply import Finish
+    from streamfold.loopback.core.request_params import SamplingParams
+    from streamfold.loopback.core.tokenizer import Tokenizer
 
 __all__ = ["VllmRequest", "undisturbed"]
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from streamfold.loopback.reply import DONE, Frame, shuffled, version_spans
+from streamfold.loopback.core.reply import DONE, Frame, shuffled, version_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from streamfold.loopback.reply import Finish, Reply
+    from streamfold.loopback.core.reply import Finish, Reply
 
 __all__ = ["Dialect", "Told", "Writer", "aborted", "stream"]
 

@@ -12,9 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamfold.loopback.fleet import ROUTING_KEY, SESSION_KEY, Fleet, Policy, Unanswered
-from streamfold.loopback.serving import Background, Server, listen
-from streamfold.loopback.upstream import Broken, Exchange, Worker
+from streamfold.loopback.http.serving import Background, Server, listen
+from streamfold.loopback.router.balancer import ROUTING_KEY, SESSION_KEY, Fleet, Policy, Unanswered
+from streamfold.loopback.router.worker import Broken, Exchange, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from typing_extensions import Self
 
-    from streamfold.loopback.server import Loopback
-    from streamfold.loopback.upstream import Headers
+    from streamfold.loopback.http.server import Loopback
+    from streamfold.loopback.router.worker import Headers
 
 __all__ = ["Policy", "Router"]
 

@@ -9,10 +9,10 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from streamfold.loopback import control
-from streamfold.loopback.endpoint import Json
-from streamfold.loopback.engine import Engine, SeenRequest
-from streamfold.loopback.injector import Injection
+from streamfold.loopback.core.engine import Engine, SeenRequest
+from streamfold.loopback.faults.injector import Injection
+from streamfold.loopback.http.endpoint import Json
+from streamfold.loopback.sglang import control
 from streamfold.loopback.vllm import control as vllm_control
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from streamfold.loopback.config import Config
+    from streamfold.loopback.core.config import Config
 
 __all__ = ["create_app"]
 

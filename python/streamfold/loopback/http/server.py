@@ -7,22 +7,22 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback.answer import hang_up
-from streamfold.loopback.app import create_app
-from streamfold.loopback.config import Config
-from streamfold.loopback.engine import Engine, SeenRequest
-from streamfold.loopback.injector import Injector
-from streamfold.loopback.serving import Background, Server, listen
-from streamfold.loopback.undisturbed import undisturbed
+from streamfold.loopback.core.config import Config
+from streamfold.loopback.core.engine import Engine, SeenRequest
+from streamfold.loopback.core.undisturbed import undisturbed
+from streamfold.loopback.faults.injector import Injector
+from streamfold.loopback.http.answer import hang_up
+from streamfold.loopback.http.app import create_app
+from streamfold.loopback.http.serving import Background, Server, listen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
-    from streamfold.loopback.answer import Ending
-    from streamfold.loopback.faults import Faults
-    from streamfold.loopback.reply import Reply
+    from streamfold.loopback.core.reply import Reply
+    from streamfold.loopback.faults.script import Faults
+    from streamfold.loopback.http.answer import Ending
 
 __all__ = ["Loopback", "Stats", "serve"]
 

@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamfold.loopback.reply import Finish, Reply, length
+from streamfold.loopback.core.reply import Finish, Reply, length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from streamfold.loopback.ask import Ask
-    from streamfold.loopback.config import Config
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.request_params import Ask
 
     # A count of tokens, and what is done to the request when it has so many.
     Milestone = tuple[int, Callable[["Request"], None]]

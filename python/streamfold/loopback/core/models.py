@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from streamfold.loopback.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import Tokenizer
 
 __all__ = ["Context", "Model"]
 

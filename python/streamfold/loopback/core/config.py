@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from streamfold.loopback import wire
-from streamfold.loopback.models import Model
-from streamfold.loopback.tokenizer import Tokenizer
+from streamfold.loopback.core.models import Model
+from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.loopback.sglang import wire
 from streamfold.loopback.vllm import wire as vllm_wire
 
 if TYPE_CHECKING:
-    from streamfold.loopback.faults import Faults
+    from streamfold.loopback.faults.script import Faults
 
 __all__ = ["NEWEST", "Config", "Dialect"]
 
@@ -64,7 +64,7 @@ class Config:
     ``weight_version`` at the start, ``workers`` that it names as a router does (None: itself), ``leave_delay`` in
     seconds from a client's leaving to the end of its request (None: never, as in some releases), ``send_buffer`` in
     bytes that the system may hold for a slow reader (None: as it likes, which is megabytes), how many of the last HTTP
-    requests it remembers, ``keep_requests``, and the ``faults`` that it has (:mod:`streamfold.loopback.faults`).
+    requests it remembers, ``keep_requests``, and the ``faults`` that it has (:mod:`streamfold.loopback.faults.script`).
     """
 
     engine: Literal["sglang", "vllm"] = "sglang"

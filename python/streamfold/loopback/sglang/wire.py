@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import orjson
 
-from streamfold.loopback.reply import DONE, Finish, Frame, Reply, length, shuffled, stopped, version_spans
+from streamfold.loopback.core.reply import DONE, Finish, Frame, Reply, length, shuffled, stopped, version_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from streamfold.loopback.injector import Injector
-from streamfold.loopback.scheduler import Scheduler
+from streamfold.loopback.core.scheduler import Scheduler
+from streamfold.loopback.faults.injector import Injector
 
 if TYPE_CHECKING:
-    from streamfold.loopback.answer import Ending
-    from streamfold.loopback.config import Config
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.http.answer import Ending
 
 __all__ = ["Engine", "SeenRequest"]
 

@@ -9,14 +9,14 @@ import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from streamfold.loopback.endpoint import Json, worker_list
-from streamfold.loopback.generate import Generate
-from streamfold.loopback.params import bad_request
+from streamfold.loopback.http.endpoint import Json, worker_list
+from streamfold.loopback.sglang.generate import Generate
+from streamfold.loopback.sglang.params import bad_request
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from streamfold.loopback.engine import Engine
+    from streamfold.loopback.core.engine import Engine
 
 __all__ = ["EXCEPTION_HANDLERS", "guards", "routes"]
 

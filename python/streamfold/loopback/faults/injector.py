@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from streamfold.loopback.answer import Answer
-from streamfold.loopback.endpoint import MILESTONES
-from streamfold.loopback.faults import PATHS, Faults
+from streamfold.loopback.faults.script import PATHS, Faults
+from streamfold.loopback.http.answer import Answer
+from streamfold.loopback.http.endpoint import MILESTONES
 
 if TYPE_CHECKING:
     import random
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from streamfold.loopback.engine import Engine
-    from streamfold.loopback.faults import Rule
-    from streamfold.loopback.kinds import Fault
+    from streamfold.loopback.core.engine import Engine
+    from streamfold.loopback.faults.response import Fault
+    from streamfold.loopback.faults.script import Rule
 
 __all__ = ["Injection", "Injector"]
 

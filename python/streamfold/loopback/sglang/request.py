@@ -6,18 +6,18 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback import wire
-from streamfold.loopback.params import EXPERTS_DTYPES, read_asks
-from streamfold.loopback.request import INTERVAL_UNSTREAMED, Request
-from streamfold.loopback.tokenizer import Detokenizer
+from streamfold.loopback.core.request import INTERVAL_UNSTREAMED, Request
+from streamfold.loopback.core.tokenizer import Detokenizer
+from streamfold.loopback.sglang import wire
+from streamfold.loopback.sglang.params import EXPERTS_DTYPES, read_asks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from streamfold.loopback.ask import SamplingParams
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.reply import Finish, Reply
-    from streamfold.loopback.tokenizer import Tokenizer
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.reply import Finish, Reply
+    from streamfold.loopback.core.request_params import SamplingParams
+    from streamfold.loopback.core.tokenizer import Tokenizer
 
 __all__ = ["SglangRequest", "undisturbed"]
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    from streamfold.loopback.engine import Engine
-    from streamfold.loopback.request import Milestone
+    from streamfold.loopback.core.engine import Engine
+    from streamfold.loopback.core.request import Milestone
 
 __all__ = ["Answer", "Ending", "hang_up"]
 

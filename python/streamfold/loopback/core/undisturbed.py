@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback import sglang
+from streamfold.loopback.sglang import request as sglang
 from streamfold.loopback.vllm import request as vllm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.reply import Reply
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.reply import Reply
 
 __all__ = ["undisturbed"]
 

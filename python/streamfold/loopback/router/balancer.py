@@ -7,10 +7,10 @@ import hashlib
 import itertools
 from typing import TYPE_CHECKING, Literal
 
-from streamfold.loopback.upstream import Broken, Exchange, Refused, Worker
+from streamfold.loopback.router.worker import Broken, Exchange, Refused, Worker
 
 if TYPE_CHECKING:
-    from streamfold.loopback.upstream import Headers
+    from streamfold.loopback.router.worker import Headers
 
 __all__ = ["ROUTING_KEY", "SESSION_KEY", "Fleet", "Policy", "Unanswered"]
 

@@ -8,13 +8,13 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from streamfold.loopback.ask import InvalidRequest
+from streamfold.loopback.core.request_params import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.request import Milestone, Request
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.request import Milestone, Request
 
 __all__ = ["Scheduler"]
 

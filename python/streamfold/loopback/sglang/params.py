@@ -10,12 +10,12 @@ import uuid
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback.ask import Ask, InvalidRequest, MalformedBody, SamplingParams
+from streamfold.loopback.core.request_params import Ask, InvalidRequest, MalformedBody, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from streamfold.loopback.config import Config
+    from streamfold.loopback.core.config import Config
 
 __all__ = ["EXPERTS_DTYPES", "bad_request", "check_body", "read_asks"]
 

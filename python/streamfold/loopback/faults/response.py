@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import orjson
 
-from streamfold.loopback import options
+from streamfold.loopback.faults import options
 
 if TYPE_CHECKING:
     import random
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Message
 
-    from streamfold.loopback.answer import Answer, Ending
-    from streamfold.loopback.request import Request
-    from streamfold.loopback.scheduler import Scheduler
+    from streamfold.loopback.core.request import Request
+    from streamfold.loopback.core.scheduler import Scheduler
+    from streamfold.loopback.http.answer import Answer, Ending
 
 __all__ = ["KINDS", "Fault", "Needs"]
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from streamfold.loopback.ask import MalformedBody
-from streamfold.loopback.endpoint import Endpoint, Json
-from streamfold.loopback.params import bad_request, check_body, read_asks
-from streamfold.loopback.sglang import SglangRequest
-from streamfold.loopback.wire import error_event, error_frame
+from streamfold.loopback.core.request_params import MalformedBody
+from streamfold.loopback.http.endpoint import Endpoint, Json
+from streamfold.loopback.sglang.params import bad_request, check_body, read_asks
+from streamfold.loopback.sglang.request import SglangRequest
+from streamfold.loopback.sglang.wire import error_event, error_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-    from streamfold.loopback.ask import InvalidRequest
-    from streamfold.loopback.request import Request
+    from streamfold.loopback.core.request import Request
+    from streamfold.loopback.core.request_params import InvalidRequest
 
 __all__ = ["Generate"]
 

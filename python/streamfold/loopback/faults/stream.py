@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from streamfold.loopback import options
-from streamfold.loopback.kinds import Fault
-from streamfold.loopback.reply import DONE
+from streamfold.loopback.core.reply import DONE
+from streamfold.loopback.faults import options
+from streamfold.loopback.faults.response import Fault
 
 if TYPE_CHECKING:
-    from streamfold.loopback.answer import Ending
+    from streamfold.loopback.http.answer import Ending
 
 __all__ = ["KINDS"]
 

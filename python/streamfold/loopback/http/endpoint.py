@@ -11,17 +11,17 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from streamfold.loopback.ask import InvalidRequest, MalformedBody
-from streamfold.loopback.reply import DONE
+from streamfold.loopback.core.reply import DONE
+from streamfold.loopback.core.request_params import InvalidRequest, MalformedBody
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from starlette.types import Receive, Scope, Send
 
-    from streamfold.loopback.config import Config
-    from streamfold.loopback.request import Milestone, Request
-    from streamfold.loopback.scheduler import Scheduler
+    from streamfold.loopback.core.config import Config
+    from streamfold.loopback.core.request import Milestone, Request
+    from streamfold.loopback.core.scheduler import Scheduler
 
 __all__ = ["MILESTONES", "Endpoint", "Json", "worker_list"]
 

@@ -1,0 +1,1 @@
+"""A router in front of several loopback engines."""

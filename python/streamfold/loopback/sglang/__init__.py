@@ -1,0 +1,1 @@
+"""SGLang's wire: ``/generate``, its parameters, frames and control endpoints."""
