@@ -1,7 +1,8 @@
 """One sample through the whole adapter, over loopback HTTP: CPU time of the client, ours against the host's way.
 
-The sample is the stand-in host's (tests/host), and so is the state around it; the engine is a process that writes
-ready bytes. What is counted is the CPU time of this process, kernel included, as the pauses between events are idle.
+The sample is the stand-in host's (tests/support/host), and so is the state around it; the engine is a process that
+writes ready bytes. What is counted is the CPU time of this process, kernel included, as the pauses between events are
+idle.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import pytest
 
 from benches.baseline import generate_by_lines
 from benches.server import serving
-from host import arguments, installed
-from host.slime.utils.types import Sample
 from streamfold.slime import generate_streaming
+from support.host import arguments, installed
+from support.host.slime.utils.types import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,8 +12,8 @@ import pytest
 
 from benches.bench_adapter import WAYS, Adapters
 from benches.server import serving
-from descriptors import room_for
-from host import installed
+from support.descriptors import room_for
+from support.host import installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

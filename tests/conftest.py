@@ -11,12 +11,12 @@ import hypothesis
 import pytest
 import uvloop
 
-from speaking import SPEECHES, VLLM
+from support.speaking import SPEECHES, VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from speaking import Speech
+    from support.speaking import Speech
 
 hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("patient")

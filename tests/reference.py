@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-import reference_sglang
-import reference_vllm
-from reference_json import Undecodable, is_json
-from reference_rules import Asked, ExpertsLike, Refused, State
+from support import reference_sglang, reference_vllm
+from support.reference_json import Undecodable, is_json
+from support.reference_rules import Asked, ExpertsLike, Refused, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

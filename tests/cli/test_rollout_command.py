@@ -1,0 +1,375 @@
+"""``streamfold rollout`` as people run it: in a process of its own, interrupted, killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from streamfold.cli.journal import read_samples
+from streamfold.loopback import Loopback
+from streamfold.samples.sample import Sample
+from support.paths import ROOT
+from support.replay import DONE, Replay, Request, answer_json, event, stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from support.replay import Step
+
+SECONDS = 60  # after which something hangs
+LINES = ["Say\u2028it\x85again.", "用一句话", "Say\u2028it\x85again.", "A 🐎"]
+BUDGET = 120
+
+
+def command(url: str, prompts: Path, out: Path, *options: str) -> list[str]:
+    files = ("--url", url, "--prompts", str(prompts), "--out", str(out))
+    return [sys.executable, "-W", "error", "-m", "streamfold", "rollout", *files, *options]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "NO_COLOR": "1", "COLUMNS": "200", **more}
+
+
+def rollout(url: str, prompts: Path, out: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(url, prompts, out, *options),
+        env=environment(**variables), capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+
+
+async def rolled(engine: Replay, prompts: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The same against a server of this process's own event loop."""
+    return await asyncio.to_thread(rollout, engine.url, prompts, out, *options)
+
+
+def interrupted(number: signal.Signals, when: Callable[[], bool], *arguments: Any) -> tuple[int, str, str]:
+    """Run it, and send a signal once something is so."""
+    with subprocess.Popen(
+        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not when():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline, "it never came true"
+                time.sleep(0.002)
+            process.send_signal(number)
+            told, wrong = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, told, wrong
+
+
+def with_ids(engine: Loopback, path: Path, texts: Sequence[str] = LINES) -> Path:
+    """A file of prompts with text and ids."""
+    lines = [{"prompt": text, "input_ids": engine.tokenizer.encode(text)} for text in texts]
+    path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def by_index(out: Path) -> dict[int, Sample]:
+    samples = list(read_samples(out))
+    found = {sample.index: sample for sample in samples if sample.index is not None}
+    assert len(found) == len(samples)
+    return found
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """The whole lines, however Python would split them."""
+    return [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]] if out.exists() else []
+
+
+def has_lines(out: Path, least: int) -> bool:
+    return len(lines_of(out)) >= least
+
+
+def asked(engine: Loopback) -> list[dict[str, Any]]:
+    return [json.loads(seen.body) for seen in engine.seen() if seen.path.endswith("/generate")]
+
+
+def check_equal(engine: Loopback, sample: Sample, text: str, *, ids: bool = True) -> None:
+    prompt, params = engine.tokenizer.encode(text), sample.metadata["sampling_params"]
+    expected = engine.undisturbed(prompt, params, return_logprob=True)
+    assert sample.prompt == text
+    assert sample.tokens == (prompt if ids else []) + expected.token_ids
+    assert sample.rollout_log_probs == expected.logprobs
+    assert expected.finish is not None
+    assert sample.status.value == {"stop": "completed", "length": "truncated"}[expected.finish["type"]]
+    if "text_joined" not in sample.metadata:
+        assert sample.response == engine.tokenizer.decode(expected.token_ids)
+
+
+@pytest.mark.parametrize("arrays", ["lists", "npz"])
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "text"])
+def test_every_sample_is_the_undisturbed_one_and_none_is_asked_for_twice(
+    ids: bool, arrays: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "samples.jsonl"
+    with Loopback(stop_probability=1 / 60, incremental=True, stream_interval=7) as engine:
+        prompts = with_ids(engine, tmp_path / "prompts.jsonl")
+        if not ids:
+            written = "".join(f"{json.dumps({'text': text}, ensure_ascii=False)}\n" for text in LINES)
+            prompts.write_text(written, encoding="utf-8")
+        options = ("-n", "3", "--seed", "5", "--max-new-tokens", str(BUDGET), "--top-p", "0.9", "--arrays", arrays)
+        for _ in range(2):
+            done = rollout(engine.url, prompts, out, *options)
+            assert done.returncode == 0, done.stderr
+            assert "12 of 12 samples are in" in done.stdout
+            samples = by_index(out)
+            assert sorted(samples) == list(range(12))
+            for index, sample in samples.items():
+                assert sample.metadata["sampling_params"]["sampling_seed"] == 5 + index
+                check_equal(engine, sample, LINES[index // 3], ids=ids)
+        assert engine.stats().requests == 12
+    assert len({tuple(sample.tokens) for sample in samples.values()}) == 12
+    assert len(lines_of(out)) == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_all_that_has_come_and_goes_on_from_there(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    out = tmp_path / "samples.jsonl"
+    with Loopback(token_rate=150, stop_probability=1 / 80, keep_requests=1000) as engine:
+        prompts = with_ids(engine, tmp_path / "prompts.jsonl")
+        eos = str(engine.tokenizer.eos_token_id)
+        options = ["-n", "4", "--seed", "1", "--max-new-tokens", str(BUDGET), "--concurrency", "8"]
+        options += ["--eos-token-id", eos]
+        code, told, wrong = interrupted(number, lambda: len(lines_of(out)) >= 3, engine.url, prompts, out, *options)
+        assert code == 130, wrong
+        assert "are missing" in told
+        assert "Traceback" not in wrong
+        assert engine.stats().running == 0
+        kept = by_index(out)
+        partial = {i: s for i, s in kept.items() if s.status is Sample.Status.ABORTED}
+        assert partial
+        assert all(0 < sample.response_length < BUDGET for sample in partial.values())
+        first = asked(engine)
+        assert len(first) < 16
+
+        assert rollout(engine.url, prompts, out, *options).returncode == 0
+        then = [request["input_ids"] for request in asked(engine)[len(first) :]]
+        finished = len(kept) - len(partial)
+        assert len(then) <= 16 - finished
+        assert [ids for ids in then if ids in [sample.tokens for sample in partial.values()]]
+        samples = by_index(out)
+        assert sorted(samples) == list(range(16))
+        for index, sample in samples.items():
+            check_equal(engine, sample, LINES[index // 4])
+        for index, cut in partial.items():
+            assert samples[index].tokens[: len(cut.tokens)] == cut.tokens
+    assert len(lines_of(out)) == 16
+
+
+@pytest.mark.parametrize("arrays", ["lists", "npz"])
+def test_a_killed_run_loses_only_what_was_in_flight(arrays: str, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    with Loopback(token_rate=300, stop_probability=1 / 80, keep_requests=1000) as engine:
+        prompts = with_ids(engine, tmp_path / "prompts.jsonl")
+        options = ("-n", "5", "--seed", "2", "--max-new-tokens", str(BUDGET), "--concurrency", "4", "--arrays", arrays)
+        for enough in (3, 8):
+            reached = functools.partial(has_lines, out, enough)
+            code, _, _ = interrupted(signal.SIGKILL, reached, engine.url, prompts, out, *options)
+            assert code == -signal.SIGKILL
+        with out.open("ab") as file:
+            file.write(b'{"group_index":1,"ind')  # as if it had been killed in the middle of a line
+        finished, before = len(by_index(out)), engine.stats().requests
+        assert finished >= 8
+
+        done = rollout(engine.url, prompts, out, *options)
+        assert done.returncode == 0, done.stderr
+        assert engine.stats().requests - before == 20 - finished
+        samples = by_index(out)
+        assert sorted(samples) == list(range(20))
+        for index, sample in samples.items():
+            check_equal(engine, sample, LINES[index // 5])
+    assert len(lines_of(out)) == 20
+
+
+def test_side_data_survives_an_interruption(tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    with Loopback(token_rate=200, stop_probability=0) as engine:
+        prompts = with_ids(engine, tmp_path / "prompts.jsonl")
+        custom = '{"custom_params": {"return_top_p_token_ids": true}, "max_new_tokens": 80}'
+        options = ["--seed", "3", "--experts", "4,2,16,uint8", "--sampling-params", custom, "--top-p", "0.9"]
+        options += ["--arrays", "npz"]
+        code, _, wrong = interrupted(
+            signal.SIGINT, lambda: engine.stats().tokens > 100, engine.url, prompts, out, *options
+        )
+        assert code == 130, wrong
+        assert {sample.status for sample in read_samples(out)} == {Sample.Status.ABORTED}
+        assert rollout(engine.url, prompts, out, *options).returncode == 0
+        for index, sample in by_index(out).items():
+            prompt, params = engine.tokenizer.encode(LINES[index]), sample.metadata["sampling_params"]
+            expected = engine.undisturbed(prompt, params, return_logprob=True, return_routed_experts=True)
+            assert sample.tokens == prompt + expected.token_ids
+            assert sample.rollout_routed_experts is not None
+            assert sample.rollout_routed_experts.astype("<i4").tobytes() == expected.routed_experts
+            assert sample.rollout_top_p_token_ids is not None
+            assert expected.top_p is not None
+            assert sample.rollout_top_p_token_ids.tolist() == [token for kept in expected.top_p for token in kept]
+    assert len(list(tmp_path.glob("samples.jsonl.arrays/*"))) == len(LINES)
+
+
+async def test_failures_are_counted_and_shown_and_only_they_are_asked_for_again(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text("".join(f'{{"input_ids": [{first}, 6, 7]}}\n' for first in (1, 2, 3)), encoding="utf-8")
+    whole = stream(event([10, 11], 2, "stop"), DONE)
+    busy = iter([answer_json({"error": "busy"}, status=503)])
+
+    def some(request: Request) -> Sequence[Step]:
+        first = request.json["input_ids"][0]
+        if first == 1:
+            return answer_json({"error": "this one is bad"}, status=400)
+        return next(busy, whole) if first == 2 else whole
+
+    async with Replay(some) as engine:
+        failed = await rolled(engine, prompts, out, "--concurrency", "1")
+        assert failed.returncode == 1
+        assert "2 of 3 samples are in" in failed.stdout
+        assert "1 failed: EngineError: this one is bad (status 400)" in failed.stderr
+        assert [request.json["input_ids"][0] for request in engine.generates] == [1, 2, 2, 3]
+        assert engine.most_open == 1
+        engine.routes["/generate"] = whole
+        assert (await rolled(engine, prompts, out)).returncode == 0
+        assert [request.json["input_ids"][0] for request in engine.generates[4:]] == [1]
+    assert [sample.tokens for sample in by_index(out).values()] == [[i, 6, 7, 10, 11] for i in (2, 3, 1)]
+
+
+async def test_an_engine_that_is_not_there_is_tried_so_often_and_told(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
+    async with Replay() as engine:
+        url = engine.url
+    done = await asyncio.to_thread(rollout, url, prompts, out, "--tries", "2")
+    assert done.returncode == 1
+    assert "0 of 1 samples" in done.stdout
+    assert "1 failed: EngineError: no reply from" in done.stderr
+
+
+async def test_what_is_asked_for_is_what_the_options_say(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
+    async with Replay(stream(event([10], 1, "stop", logprobs=False), DONE)) as engine:
+        done = await rolled(
+            engine, prompts, out, "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20", "--stop", "x", "--stop",
+            "\u2028", "--no-logprobs", "--api-key", "secret", "--sampling-params",
+            '{"temperature": 1, "min_p": 0.1, "max_new_tokens": 9}',
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (request,) = engine.generates
+    told = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "stop": ["x", "\u2028"], "min_p": 0.1, "max_new_tokens": 9}
+    assert request.json["sampling_params"] == told
+    assert request.json["text"] == "Hi"
+    assert request.json["return_logprob"] is False
+    assert request.headers["authorization"] == "Bearer secret"
+    (sample,) = read_samples(out)
+    assert (sample.metadata["sampling_params"], sample.rollout_log_probs) == (told, None)
+
+
+def test_a_budget_of_zero_is_a_run_without_a_request(tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    with Loopback() as engine:
+        done = rollout(engine.url, ROOT / "examples" / "prompts.jsonl", out, "--max-new-tokens", "0")
+        assert done.returncode == 0, done.stderr
+        assert engine.stats().connections == 0
+    assert {sample.status for sample in read_samples(out)} == {Sample.Status.TRUNCATED}
+    assert len(by_index(out)) == 32
+
+
+FAKE = """
+class AutoTokenizer:
+    eos_token_id = 9
+    @classmethod
+    def from_pretrained(cls, name): return cls()
+    def encode(self, text, add_special_tokens=True): return [1] * add_special_tokens + list(text.encode())
+    def decode(self, ids, skip_special_tokens): return bytes(ids).decode()
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+"""
+
+
+async def test_a_tokenizer_makes_ids_of_texts_and_chats_and_tells_the_end(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    chat = {"prompt": [{"role": "user", "content": "Ho"}]}
+    prompts.write_text('{"prompt": "Hi"}\n' + json.dumps(chat) + "\n", encoding="utf-8")
+    (tmp_path / "transformers.py").write_text(FAKE, encoding="utf-8")
+
+    def aborted(request: Request) -> Sequence[Step]:
+        return stream(event([9], 1, "abort", prompt_tokens=len(request.json["input_ids"])), DONE)
+
+    async with Replay(aborted) as engine:
+        options = ("--tokenizer", "any", "--concurrency", "1")
+        done = await asyncio.to_thread(
+            rollout, engine.url, prompts, out, *options, PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1"
+        )
+        assert done.returncode == 0, done.stderr
+        ids = [request.json["input_ids"] for request in engine.generates]
+    assert ids == [[1, *b"Hi"], list(b"<user>Ho<assistant>")]
+    assert [sample.status for sample in read_samples(out)] == [Sample.Status.COMPLETED] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--sampling-params", "{"), "is no JSON"),
+        (("--sampling-params", "[1]"), "a JSON object"),
+        (("--experts", "4,2"), "have no input_ids"),
+        (("--experts", "2"), "LAYERS,TOP_K"),
+        (("--url", "ftp://x"), "http or https"),
+        (("--seed", str(2**64)), "cannot be sent"),
+        (("--sampling-params", '{"temperature": NaN}'), "NaN is no number"),
+        (("--sampling-params", '{"sampling_seed": 99999999999999999999}'), "cannot be sent"),
+        (("--sampling-params", '{"stop": "\\ud800"}'), "cannot be sent"),
+        (("--api-key", "a\nb"), "the API key"),
+        (("--out", "/dev/null"), "no regular file"),
+        (("--prompts", __file__), "line 1 is no JSON"),
+        (("--out", str(ROOT / "examples" / "prompts.jsonl")), "another file"),
+        (("--out", "no/such/folder/out.jsonl"), "No such file"),
+        (("--concurrency", "0"), "concurrency"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(options: tuple[str, ...], word: str, tmp_path: Path) -> None:
+    examples = ROOT / "examples" / "prompts.jsonl"
+    before = examples.read_bytes()
+    done = rollout("http://127.0.0.1:9", examples, tmp_path / "samples.jsonl", *options)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert examples.read_bytes() == before
+    assert [path for path in tmp_path.iterdir() if path.stat().st_size] == []
+
+
+def test_a_vllm_server_that_auto_has_found_out_is_not_asked_for_texts(tmp_path: Path) -> None:
+    prompts, out = ROOT / "examples" / "prompts.jsonl", tmp_path / "samples.jsonl"
+    with Loopback(engine="vllm") as engine:
+        done = rollout(engine.url, prompts, out, "--engine", "auto")
+        assert done.returncode == 2
+        assert "32 prompts have none: give a --tokenizer, or say --engine vllm-completions" in done.stderr
+        assert engine.stats().requests == 0
+        done = rollout(engine.url, prompts, out, "--engine", "vllm-completions", "--max-new-tokens", "5")
+        assert done.returncode == 0, done.stderr
+
+
+async def test_a_response_of_no_tokens_is_there_and_not_asked_for_again(tmp_path: Path) -> None:
+    """verl-project/verl-omni#497: an answer that stops at once is an answer."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text('{"input_ids": [5, 6, 7]}\n', encoding="utf-8")
+    async with Replay(stream(event([], 0, "stop"), DONE)) as engine:
+        for _ in range(2):
+            done = await rolled(engine, prompts, out)
+            assert done.returncode == 0, done.stderr
+            assert "1 of 1 samples are in" in done.stdout
+        assert len(engine.generates) == 1
+    assert [sample.status for sample in read_samples(out)] == [Sample.Status.COMPLETED]

@@ -1,0 +1,401 @@
+"""What the adapters ask for, and when they do not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from streamfold import slime, vime
+from streamfold.integrations import base as hosts
+from streamfold.loopback import Loopback
+from support.host import engine, installed
+from support.host.slime.observability import trace_utils
+from support.host.slime.observability.trace_utils import spans
+from support.host.slime.rollout import sglang_rollout
+from support.host.slime.rollout.sglang_rollout import GenerateState, generate_and_rm
+from support.host.slime.utils.processing_utils import IMAGE_TOKENS
+from support.host.slime.utils.types import Sample
+from support.host_calls import (
+    HOSTS,
+    PARAMS,
+    TEXT,
+    TOP_P,
+    Server,
+    Status,
+    ask,
+    asked,
+    assert_undisturbed,
+    event,
+    partial,
+    sample_of,
+    streaming,
+    whole,
+)
+from support.replay import DONE, PROMPT, stream, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+BOTH_LOOPS = True
+
+
+@pytest.fixture(params=[(name, new) for name in HOSTS for new in (True, False)], ids=str)
+def host(request: pytest.FixtureRequest) -> Iterator[None]:
+    name, new = request.param
+    with installed(name, new=new):
+        yield
+
+
+@pytest.fixture(params=HOSTS)
+def newer(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
+        yield
+
+
+@pytest.fixture(params=[True, False], ids=["newer", "older"])
+def slimes(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed("slime", new=request.param):
+        yield
+
+
+@pytest.mark.parametrize("module", [slime, vime], ids=HOSTS)
+def test_the_host_finds_a_generator_that_it_may_cancel(module: ModuleType) -> None:
+    assert inspect.iscoroutinefunction(module.generate_streaming)
+    assert vars(module.generate_streaming)["abort_mode"] == "request"
+    assert list(inspect.signature(module.generate_streaming).parameters) == [
+        *("args", "sample", "sampling_params", "evaluation")
+    ]
+
+
+async def test_a_first_call_asks_with_the_prompts_ids_and_everything_that_is_set(slimes: None) -> None:
+    with Loopback(stop_probability=0) as engine:
+        args = streaming(engine, use_rollout_routing_replay=True, router_policy="consistent_hashing")
+        params = {"max_new_tokens": 8, "temperature": 1.0, **TOP_P}
+        given = copy.deepcopy(params)
+        sample = await ask(args, Sample(prompt=TEXT, session_id="mine"), params)
+        (request,) = engine.seen()
+        assert_undisturbed(engine, args, sample, params)
+    body = request.json()
+    assert len(body.pop("rid")) == 32
+    assert body == {
+        "input_ids": engine.tokenizer.encode(TEXT),
+        "sampling_params": given,
+        "stream": True,
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "routed_experts_dtype": "uint8",
+    }
+    assert request.headers["x-smg-routing-key"] == "mine"
+    assert params == given
+    assert sample.status is Status.TRUNCATED
+    assert sample.weight_versions == ["default"]
+    assert sample.prefix_cache_info.total_prompt_tokens == 2
+
+
+async def test_ids_that_the_host_keeps_for_itself_are_copied(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list(PROMPT)
+    monkeypatch.setattr(sglang_rollout, "_prepare_prompt_ids", lambda *_: kept)
+    async with Server(stream(event([], 0, "abort"), DONE)) as server:
+        sample = await ask(streaming(server), Sample(prompt="x"))
+    assert sample.tokens == kept
+    assert sample.tokens is not kept
+    sample = await ask(streaming(server), Sample(prompt="x"), {"max_new_tokens": 0})
+    assert sample.tokens == kept
+    assert sample.tokens is not kept
+
+
+@pytest.mark.parametrize(
+    ("policy", "session", "is_told"),
+    [("the host's", "mine", True), ("the host's", None, False), ("round_robin", "mine", False), (None, "mine", False)],
+)
+async def test_without_a_session_or_that_policy_there_is_no_routing_key(
+    newer: None, policy: str | None, session: str | None, is_told: bool
+) -> None:
+    name, header = engine.current().session
+    async with Server(whole()) as server:
+        await ask(
+            streaming(server, router_policy=name if policy == "the host's" else policy), sample_of(session_id=session)
+        )
+    assert server.generates[0].headers.get(header.lower()) == (session if is_told else None)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(16, "uint8"), (256, "uint8"), (257, None), (None, None)])
+async def test_experts_are_asked_for_in_bytes_where_their_numbers_fit(
+    slimes: None, count: int | None, dtype: str | None
+) -> None:
+    with Loopback(num_experts=count or 16, stop_probability=0) as engine:
+        args = streaming(engine, use_rollout_routing_replay=True)
+        args.num_experts = count
+        params = {"max_new_tokens": 4}
+        sample = await ask(args, Sample(prompt=TEXT), params)
+        assert engine.seen()[0].json().get("routed_experts_dtype") == dtype
+        assert_undisturbed(engine, args, sample, params)
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.dtype == "int32"
+    assert sample.rollout_routed_experts.shape == (5, args.num_layers, args.moe_router_topk)
+
+
+# The budget (THUDM/slime#2260, verl-project/verl#7207, THUDM/slime#92, verl-project/verl#6364).
+
+
+@pytest.mark.parametrize(("cut", "left"), [(0, 8), (1, 7), (5, 3), (7, 1)])
+async def test_a_resumed_call_asks_for_what_is_missing_with_all_tokens_as_its_prompt(
+    newer: None, cut: int, left: int
+) -> None:
+    reply = [event([20], 1, "length", prompt_tokens=3 + cut)]
+    params = {"max_new_tokens": 8}
+    async with Server(stream(*reply, DONE)) as server:
+        sample = await ask(streaming(server), partial(*range(1, cut + 1)), params)
+    (request,) = map(asked, server.generates)
+    assert request.budget == left
+    assert request.ids == [*PROMPT, *range(1, cut + 1)]
+    assert params == {"max_new_tokens": 8}
+    assert sample.tokens == [*PROMPT, *range(1, cut + 1), 20]
+    assert sample.status is Status.TRUNCATED
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2, 3, 4)], ids=["from the start", "used up"])
+async def test_without_a_budget_nothing_is_asked_and_the_sample_is_truncated(newer: None, tokens: tuple[int]) -> None:
+    async with Server(whole()) as server:
+        sample = partial(*tokens)
+        before = vars(sample) | {"status": Status.TRUNCATED}
+        await ask(streaming(server), sample, {"max_new_tokens": len(tokens)})
+        assert server.requests == []
+    assert vars(sample) == before
+
+
+async def test_more_tokens_than_the_budget_are_an_error(newer: None) -> None:
+    sample = partial(1, 2, 3)
+    async with Server(whole()) as server:
+        with pytest.raises(ValueError, match="max_new_tokens is 2, but the response has 3 tokens"):
+            await ask(streaming(server), sample, {"max_new_tokens": 2})
+        assert server.requests == []
+
+
+async def test_siblings_share_their_parameters_and_none_changes_them(newer: None) -> None:
+    shared: dict[str, Any] = {"max_new_tokens": 9, "custom_params": {"a": 1}, "stop": ["x"]}
+    given = copy.deepcopy(shared)
+    async with Server(lambda request: stream(event([20], 1, "stop", prompt_tokens=len(asked(request).ids)))) as s:
+        siblings = [partial(*range(n)) for n in range(4)]
+        await asyncio.gather(*(ask(streaming(s), sample, shared) for sample in siblings))
+    assert sorted(asked(request).budget or 0 for request in s.generates) == [6, 7, 8, 9]
+    assert shared == given
+
+
+async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: None) -> None:
+    async with Server(stream(event([20], 1, "stop", prompt_tokens=5))) as server:
+        await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 6})
+        await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 1})
+    least = "min_new_tokens" if engine.current().name == "sglang" else "min_tokens"
+    assert [asked(request).params[least] for request in server.generates] == [4, 0]
+    assert [asked(request).budget for request in server.generates] == [7, 7]
+
+
+# What is refused before anything is asked.
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "message"),
+    [
+        ({"use_score_centering": True}, {}, "use_score_centering"),
+        ({"ci_test": True}, {"prompt": [{"role": "user", "content": "x"}]}, "must be a str, not list"),
+        ({}, {"status": Status.COMPLETED}, "the sample is COMPLETED"),
+        ({}, {"status": Status.TRUNCATED}, "the sample is TRUNCATED"),
+        ({}, {"status": Status.FAILED}, "the sample is FAILED"),
+        ({}, {"loss_mask": [1]}, "loss_mask has 1 entries, but response_length is 0"),
+        ({"use_rollout_routing_replay": True, "num_layers": None}, {}, "num_layers"),
+        ({"model_routers": {"a": ("h", 1)}, "streamfold_model": "b"}, {}, "no router for the model 'b'.* has a"),
+        ({"streamfold_concurrency": "many"}, {}, "streamfold_concurrency must be a number"),
+        ({"streamfold_concurrency": None}, {}, "they need a limit"),
+        ({"streamfold_timeout_first_token": -1}, {}, "first_token must be a number of seconds"),
+    ],
+)
+async def test_what_cannot_end_well_is_refused_before_anything_is_asked(
+    newer: None, settings: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    if "model_routers" in settings:
+        settings = {f"{engine.current().name}_model_routers": settings["model_routers"], **settings}
+    async with Server(whole()) as server:
+        sample = sample_of(**fields)
+        before = dict(vars(sample))
+        with pytest.raises(ValueError, match=message):
+            await ask(streaming(server, **settings), sample)
+        assert server.requests == []
+    assert vars(sample) == before
+
+
+async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(slimes: None) -> None:
+    async with Server(whole()) as server:
+        with pytest.raises(ValueError, match="ask for them always, or never"):
+            await ask(streaming(server), partial(1), TOP_P)
+        assert server.requests == []
+
+
+async def test_no_request_leaves_while_the_host_is_aborting(host: None) -> None:
+    async with Server(whole()) as server:
+        args = streaming(server)
+        GenerateState(args).aborted = True
+        assert (await ask(args, sample_of())).status is Status.ABORTED
+        assert server.requests == []
+
+
+async def test_calls_that_wait_for_their_turn_do_not_begin_once_the_host_aborts(host: None) -> None:
+    """An older host's abort of a whole server would not know of them, and wait for their ends."""
+    release = asyncio.Event()
+    reply = whole()
+    running = [*reply[:2], release, *reply[2:]]
+    async with Server(running) as server:
+        args = streaming(server, streamfold_concurrency=1)
+        tasks = [asyncio.create_task(ask(args, sample_of())) for _ in range(3)]
+        await until(lambda: server.generates)
+        GenerateState(args).aborted = True
+        release.set()
+        samples = await asyncio.gather(*tasks)
+    assert len(server.generates) == 1
+    assert [sample.status for sample in samples] == [Status.COMPLETED, Status.ABORTED, Status.ABORTED]
+
+
+# Routers.
+
+
+async def test_a_named_model_is_asked_at_its_own_router(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Server(whole()) as first, Server(whole()) as second, Server(whole()) as usual:
+        routers = {"first": ("127.0.0.1", first.port), "second": ("127.0.0.1", second.port)}
+        args = streaming(usual, **{f"{engine.current().name}_model_routers": routers})
+        await ask(args, sample_of())
+        assert (len(usual.generates), len(first.generates), len(second.generates)) == (1, 0, 0)
+        await ask(args, sample_of(metadata={"model_name": "second"}))
+        assert (len(usual.generates), len(first.generates), len(second.generates)) == (1, 0, 1)
+        monkeypatch.setenv("STREAMFOLD_MODEL", "first")
+        await ask(args, sample_of())
+        assert (len(usual.generates), len(first.generates), len(second.generates)) == (1, 1, 1)
+
+
+async def test_a_router_may_have_an_address_of_the_sixth_version(newer: None) -> None:
+    async with Server(whole(), host="::1") as server:
+        args = streaming(server)
+        setattr(args, f"{engine.current().name}_router_ip", "::1")
+        assert (await ask(args, sample_of())).status is Status.COMPLETED
+
+
+# Images.
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["experts", "no experts"])
+async def test_images_go_with_the_text_at_first_and_with_all_ids_later(slimes: None, replay: bool) -> None:
+    with Loopback(stop_probability=0, incremental=True) as engine:
+        args = streaming(engine, use_rollout_routing_replay=replay)
+        args.hf_checkpoint = f"loopback-vl/{engine.config.vocab_size}"
+        sample = Sample(prompt=TEXT, multimodal_inputs={"images": [b"png", b"png"]})
+        prompt = [engine.tokenizer.image_token_id] * (2 * IMAGE_TOKENS) + engine.tokenizer.encode(TEXT)
+        await ask(args, sample, {"max_new_tokens": 5})
+        sample.status = Status.ABORTED  # as if it had been cut there
+        await ask(args, sample, {"max_new_tokens": 12})
+        first, later = (request.json() for request in engine.seen())
+        assert sample.tokens[: len(prompt)] == prompt
+        assert_undisturbed(engine, args, sample, {"max_new_tokens": 12})
+    assert (first["text"], first.get("input_ids")) == (TEXT, None)
+    assert (later["input_ids"], later.get("text")) == (sample.tokens[: len(prompt) + 5], None)
+    assert first["image_data"] == later["image_data"] == ["data:image/png;base64,cG5n"] * 2
+
+
+async def test_images_need_a_prompt_of_text(newer: None) -> None:
+    async with Server(whole()) as server:
+        sample = sample_of(prompt=[{"role": "user"}], multimodal_inputs={"images": [b"png"]})
+        with pytest.raises(ValueError, match="beside images the prompt must be a str"):
+            await ask(streaming(server), sample)
+        assert server.requests == []
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "wanted"),
+    [
+        ({}, {}, (10.0, 600.0, 300.0, 2.0)),
+        ({}, {"STREAMFOLD_TIMEOUT_CONNECT": "3", "STREAMFOLD_DRAIN": "0.5"}, (3.0, 600.0, 300.0, 0.5)),
+        ({"streamfold_timeout_connect": 4}, {"STREAMFOLD_TIMEOUT_CONNECT": "3"}, (4.0, 600.0, 300.0, 2.0)),
+        ({"streamfold_timeout_first_token": None}, {"STREAMFOLD_TIMEOUT_NEXT_TOKEN": "None"}, (10.0, None, None, 2.0)),
+    ],
+)
+def test_attributes_win_over_variables_and_both_over_the_defaults(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], variables: dict[str, str], wanted: tuple[Any, ...]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    args = type("Args", (), settings)()
+    found = hosts._timeouts(args)
+    assert (found.connect, found.first_token, found.next_token, found.drain) == wanted
+
+
+async def test_an_event_may_be_no_longer_than_is_set(newer: None) -> None:
+    async with Server(whole()) as server:
+        with pytest.raises(ValueError, match="64 bytes"):
+            await ask(streaming(server, streamfold_max_event_bytes=64), sample_of())
+
+
+# Spans.
+
+
+async def test_each_call_is_a_span_of_the_host(host: None) -> None:
+    async with Server(whole()) as server:
+        sample = await ask(streaming(server), sample_of(), {"max_new_tokens": 8})
+    (span,) = spans
+    assert span.target is sample
+    assert span.closed
+    assert span.error is None
+    assert span.attrs["max_new_tokens"] == 8
+    assert span.attrs["completion_tokens"] == 3
+    assert span.attrs["finish_reason"] == "stop"
+    assert span.attrs["id"] == ("r" if engine.current().name == "sglang" else "generate-tokens-r7")
+    assert span.name == f"{engine.current().name}_generate"
+
+
+async def test_a_host_without_spans_does_without(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Server(whole()) as server:
+        with monkeypatch.context() as patch:
+            for name in ("observability.trace_utils", "utils.trace_utils"):
+                patch.setitem(sys.modules, f"{engine.current().package}.{name}", None)
+            assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
+    assert spans == []
+
+
+async def test_helpers_for_spans_that_are_missing_or_fail_cost_no_sample(
+    newer: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = f"build_{engine.current().name}_meta_trace_attrs"
+    async with Server(whole()) as server:
+        for name, helper in ((builder, lambda meta: meta["unheard of"]), (builder, None), ("trace_span", None)):
+            monkeypatch.setattr(trace_utils, name, helper)
+            sample = await ask(streaming(server), sample_of())
+            assert (sample.status, sample.response_length) == (Status.COMPLETED, 3)
+    assert [span.name for span in spans] == [f"{engine.current().name}_generate"] * 2
+    assert "could not be described" in caplog.text
+
+
+@pytest.mark.parametrize("eos", [9, [8, 9], None])
+async def test_a_tokenizer_may_have_one_end_or_several_or_none(newer: None, eos: Any) -> None:
+    async with Server(stream(event([20], 1, "stop", prompt_tokens=5), DONE)) as server:
+        args = streaming(server)
+        GenerateState(args).tokenizer.eos_token_id = eos
+        sample = await ask(args, partial(1, 9))
+        assert len(server.generates) == (eos is None)
+    assert sample.status is Status.COMPLETED
+
+
+async def test_an_evaluation_is_asked_for_in_the_same_way(host: None) -> None:
+    async with Server(whole()) as server:
+        args = streaming(server)
+        samples = [
+            await generate_and_rm(args, sample_of(), PARAMS, evaluation=evaluation) for evaluation in (True, False)
+        ]
+    bodies = [{**request.json, "rid": None, "request_id": None} for request in server.generates]
+    assert bodies[0] == bodies[1]
+    assert [sample.reward for sample in samples] == [1.0, 1.0]

@@ -1,0 +1,267 @@
+"""The adapters' calls are cut: by the host in either of its ways, or by anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from streamfold.loopback import Loopback
+from support.host import installed
+from support.host.helpers import LIMIT, Rewards
+from support.host.slime.rollout.sglang_rollout import GenerateState, abort, generate_and_rm
+from support.host.slime.utils.types import Sample
+from support.host_calls import (
+    HOSTS,
+    PARAMS,
+    TOP_P,
+    Server,
+    Status,
+    adapter,
+    aligned,
+    arrived,
+    ask,
+    asked,
+    assert_undisturbed,
+    event,
+    events,
+    partial,
+    response_of,
+    running,
+    sample_of,
+    streaming,
+    text_of,
+)
+from support.replay import DONE, HANG, LAST_CHUNK, PROMPT, chunk, head, stream, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import SimpleNamespace
+
+    from support.replay import Request
+
+BOTH_LOOPS = True
+
+
+@pytest.fixture(params=HOSTS)
+def newer(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param):
+        yield
+
+
+@pytest.fixture(params=HOSTS)
+def older(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(request.param, new=False):
+        yield
+
+
+@pytest.fixture
+def slime() -> Iterator[None]:
+    with installed("slime"):
+        yield
+
+
+async def host_aborts(args: SimpleNamespace, *samples: Sample, params: dict[str, Any], when: Any) -> list[Sample]:
+    """Hand a group to the host, and have it abort the group at a moment of ours."""
+    state = GenerateState(args)
+    state.sampling_params = params
+    state.submit_generate_tasks([list(samples)])
+    (task,) = state.pendings
+    await until(when)
+    await asyncio.wait_for(abort(args, 0), LIMIT)
+    state.reset()
+    found: list[Sample] = task.result()
+    return found
+
+
+# By the host.
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+@pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
+async def test_the_hosts_abort_keeps_every_token_and_the_next_call_goes_on(new: bool, incremental: bool) -> None:
+    with installed(new=new), Loopback(token_rate=400, stop_probability=0, incremental=incremental) as engine:
+        rewards = Rewards()
+        args = streaming(engine, custom_rm_path=rewards, use_rollout_routing_replay=True)
+        params = {"max_new_tokens": 60, **TOP_P}
+        group = [Sample(prompt=f" {word}") for word in ("the", "of")]
+        cut = await host_aborts(args, *group, params=params, when=lambda: engine.stats().tokens > 10)
+        assert [sample.status for sample in cut] == [Status.ABORTED] * 2
+        assert all(0 < sample.response_length < 60 and aligned(sample) for sample in cut)
+        assert all(sample.rollout_top_p_token_offsets is not None for sample in cut), "the abort was waited out"
+        assert [sample.metadata.get("lost_side_data") for sample in cut] == [None, None]
+        assert rewards.asked == []
+        aborts = [request.json() for request in engine.seen() if request.path == "/abort_request"]
+        assert ({"abort_all": True} in aborts) is not new
+        for sample in cut:
+            await generate_and_rm(args, sample, params)
+            assert_undisturbed(engine, args, sample, params)
+        assert len(rewards.asked) == 2
+        assert engine.stats().leavers == ()
+
+
+async def test_the_hosts_cancel_keeps_the_prefix_and_closes_the_request(newer: None) -> None:
+    async with Server(running()) as server:
+        sample = sample_of()
+        (found,) = await host_aborts(
+            streaming(server), sample, params={"max_new_tokens": 9}, when=lambda: arrived() == 2
+        )
+        assert found is sample
+        await until(server.generates[0].peer_closed.is_set)
+        assert set(server.aborts) == {asked(server.generates[0]).rid}
+    assert (sample.status, response_of(sample)) == (Status.ABORTED, [1, 2])
+
+
+async def test_a_retracted_request_that_a_server_abort_ends_keeps_the_last_prefix(older: None) -> None:
+    async with Server(stream(event([1], 1), event([2], 2, "abort"), DONE)) as server:
+        sample = await ask(streaming(server), sample_of())
+    assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
+
+
+async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_handed_in_again(slime: None) -> None:
+    """The host takes whatever it cancels for a partial sample; a stop is a stop all the same."""
+    rewards = Rewards()
+
+    def reply(request: Request) -> list[Any]:
+        rid = asked(request).rid
+        return [
+            head(),
+            *map(chunk, [event([1], 1), event([2], 2)]),
+            server.aborted[rid],
+            chunk(event([3], 3, "stop")),
+            LAST_CHUNK,
+        ]
+
+    async with Server(reply) as server:
+        args = streaming(server, custom_rm_path=rewards, streamfold_drain=5)
+        sample = sample_of()
+        params = {"max_new_tokens": 9, "custom_params": {"return_top_p_token_ids": True}}  # so that it is waited for
+        await host_aborts(args, sample, params=params, when=lambda: arrived() == 2)
+        assert (response_of(sample), sample.status, sample.reward) == ([1, 2, 3], Status.ABORTED, None)
+        await generate_and_rm(args, sample, params)
+        assert (response_of(sample), sample.status, sample.reward) == ([1, 2, 3], Status.COMPLETED, 1.0)
+        assert len(server.generates) == 1
+    assert len(rewards.asked) == 1
+    assert "streamfold_ended" not in sample.metadata
+
+
+@pytest.mark.parametrize(
+    ("params", "ends_for"),
+    [
+        ({}, HOSTS),
+        ({"ignore_eos": True, "stop_token_ids": [2]}, ["vime"]),  # SGLang ignores those as well
+        ({"stop_token_ids": [2]}, HOSTS),
+        ({"stop": [(2,)]}, HOSTS),
+        ({"stop": [(1, 2)]}, HOSTS),
+        ({"stop": [(3,)]}, []),
+    ],
+)
+async def test_an_abort_that_comes_with_the_last_token_ends_the_response_all_the_same(
+    newer: None, request: pytest.FixtureRequest, params: dict[str, Any], ends_for: Sequence[str]
+) -> None:
+    """An engine that aborts a request does not look whether its token would have stopped it; gone on with it grows."""
+
+    ends = request.node.callspec.params["newer"] in ends_for
+    told = {**PARAMS, **params, "stop": [text_of(*ids) for ids in params.get("stop", ())]}
+    async with Server() as server:
+        args = streaming(server)
+        last = 2 if params else GenerateState(args).tokenizer.eos_token_id
+        server.reply(stream(event([1], 1), event([last], 2, "abort"), DONE))
+        sample = await ask(args, sample_of(), told)
+        assert (response_of(sample), sample.status) == ([1, last], Status.ABORTED)
+        server.reply(stream(event([9], 1, "stop", prompt_tokens=5), DONE))
+        await ask(args, sample, told)
+        assert len(server.generates) == (1 if ends else 2)
+    assert (response_of(sample), sample.status) == ([1, last] if ends else [1, last, 9], Status.COMPLETED)
+
+
+async def test_the_note_of_a_finished_response_does_not_outlive_it(newer: None) -> None:
+    sample = partial(1, 2, metadata={"streamfold_ended": {"at": 3, "as": "COMPLETED"}, "mine": 1})
+    async with Server(stream(event([3], 1, "abort", prompt_tokens=5), DONE)) as server:
+        await ask(streaming(server), sample)
+        assert len(server.generates) == 1
+    assert (response_of(sample), sample.status) == ([1, 2, 3], Status.ABORTED)
+    assert "streamfold_ended" not in sample.metadata
+    assert sample.metadata["mine"] == 1
+
+
+# By others (jd/tenacity#529, THUDM/slime#2272).
+
+
+@pytest.mark.parametrize("through_host", [True, False], ids=["through the host", "directly"])
+@pytest.mark.parametrize("moment", ["before headers", "between events"])
+async def test_a_cancel_of_others_propagates_and_keeps_what_came(newer: None, moment: str, through_host: bool) -> None:
+    steps = [HANG] if moment == "before headers" else running()
+    async with Server(steps) as server:
+        sample, args = sample_of(), streaming(server)
+        generate = generate_and_rm if through_host else adapter().generate_streaming
+        task: asyncio.Task[Any] = asyncio.create_task(generate(args, sample, PARAMS))
+        await until(lambda: server.generates and (moment == "before headers" or arrived() == 2))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, LIMIT)
+        assert task.cancelled()
+        await until(server.generates[0].peer_closed.is_set)
+        await until(lambda: server.open == 0)
+        assert len(server.generates) == 1
+        assert set(server.aborts) == {asked(server.generates[0]).rid}
+    assert response_of(sample) == ([] if moment == "before headers" else [1, 2])
+    assert (sample.status, sample.reward) == (Status.ABORTED, None)
+
+
+async def test_a_time_limit_of_the_callers_ends_in_their_own_error(newer: None) -> None:
+    async with Server(running()) as server:
+        sample = sample_of()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(adapter().generate_streaming(streaming(server), sample, PARAMS), 0.1)
+    assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_asks_nothing(newer: None) -> None:
+    async with Server(running()) as server:
+        args = streaming(server, streamfold_concurrency=1)
+        samples = [sample_of(), sample_of()]
+        tasks = [asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS)) for sample in samples]
+        await until(lambda: arrived() == 2)
+        for task in reversed(tasks):
+            task.cancel()
+        await asyncio.wait(tasks, timeout=LIMIT)
+        assert all(task.cancelled() for task in tasks)
+        assert len(server.generates) == 1
+    assert [sample.status for sample in samples] == [Status.ABORTED] * 2
+    assert samples[1].tokens == PROMPT
+
+
+async def test_a_second_cancel_ends_the_wait_for_side_data(slime: None) -> None:
+    async with Server(running()) as server:
+        sample = sample_of()
+        args = streaming(server, streamfold_drain=60, use_rollout_routing_replay=True)
+        task = asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS))
+        await until(lambda: arrived() == 2)
+        task.cancel()
+        await until(lambda: server.aborts)
+        await asyncio.sleep(0.03)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, LIMIT)
+    assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
+
+
+async def test_top_p_ids_that_do_not_come_in_time_are_counted(slime: None) -> None:
+    async with Server(running()) as server:
+        sample = sample_of()
+        args = streaming(server, streamfold_drain=0.1)
+        await host_aborts(args, sample, params={**PARAMS, **TOP_P}, when=lambda: arrived() == 2)
+        await until(lambda: server.open == 0)
+    assert (sample.tokens, sample.status) == (PROMPT, Status.ABORTED)
+    assert sample.metadata == {"lost_side_data": 2}
+
+
+async def test_a_finished_call_is_not_disturbed_by_what_comes_later(newer: None) -> None:
+    async with Server(stream(*events(3), DONE)) as server:
+        sample = await ask(streaming(server), sample_of())
+        await until(lambda: server.open == 0)
+        assert server.aborts == []
+    assert sample.status is Status.COMPLETED

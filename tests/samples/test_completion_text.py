@@ -1,0 +1,292 @@
+"""The text of a response that came in parts, and its end: as one undisturbed call of the engine tells them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from streamfold import Client, StreamTruncated
+from streamfold.engines.base import ENGINES
+from streamfold.loopback import Faults, Loopback
+from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.samples.completion import complete
+from streamfold.samples.sample import Sample, merge
+from support.completing import SOON, answers, completed, cut, sample_of
+from support.replay import DONE, PROMPT, Replay, event, stream
+from support.speaking import SGLANG, VLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from support.speaking import Speech
+
+OPEN = [300, 0xF0, 0x9F]  # a prompt that ends in the middle of a character
+
+
+async def in_two_calls(engine: Loopback, prompt: Sequence[int], border: int, params: dict[str, Any]) -> Sample:
+    """A sample whose first call ended at a border."""
+    async with Client(engine.url, tokenizer=engine.tokenizer, retries=SOON) as client:
+        sample = sample_of(prompt, **params)
+        merge(sample, await client.generate(prompt, {**params, "max_new_tokens": border}))
+        sample.status = Sample.Status.ABORTED
+        return await completed(client, sample)
+
+
+@pytest.mark.parametrize("border", range(1, 6))
+async def test_a_character_that_the_prompt_leaves_open_is_in_no_text_wherever_the_response_was_cut(border: int) -> None:
+    """vllm-project/vllm#48853. An engine counts it for a character of the prompt, from its first byte on."""
+    params: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1, "ignore_eos": True}
+    with Loopback() as engine:
+        for seed in range(4):
+            asked = {**params, "sampling_seed": seed}
+            told = engine.undisturbed(OPEN, asked)
+            sample = await in_two_calls(engine, OPEN, border, asked)
+            assert sample.tokens == [*OPEN, *told.token_ids]
+            assert sample.response == "".join(told.pieces or [])
+            assert "text_joined" not in sample.metadata
+
+
+@pytest.mark.parametrize("last", ["b", ""])
+async def test_without_a_tokenizer_a_text_of_parts_is_said_to_be_joined_though_the_last_part_is_empty(
+    last: str,
+) -> None:
+    """What the part before it held back is lost all the same."""
+    first = event([20], 1)
+    second = event([21], 1, "stop", prompt_tokens=4).replace(b'"text": "v"', b'"text": "%b"' % last.encode())
+    async with (
+        Replay(answers(cut(first), stream(second, DONE))) as server,
+        Client(server.url, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of())
+    assert (sample.response, sample.metadata["text_joined"]) == ("u" + last, True)
+
+
+@pytest.mark.parametrize("cut_at", [None, 2])
+@pytest.mark.parametrize("trims", [True, False])
+async def test_an_engine_without_text_shows_no_stop_token_that_one_with_text_would_not_show(
+    trims: bool, cut_at: int | None
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 400, "temperature": 0, "skip_special_tokens": False}
+    if not trims:
+        params["no_stop_trim"] = True
+    with (
+        Loopback(stop_probability=1 / 20, skip_tokenizer_init=True) as engine,
+        Loopback(stop_probability=1 / 20) as with_text,
+    ):
+        told = with_text.undisturbed(PROMPT, params)
+        assert told.finish == {"type": "stop", "matched": engine.tokenizer.eos_token_id}
+        async with Client(engine.url, tokenizer=engine.tokenizer) as client:
+            sample = sample_of(**params)
+            if cut_at is not None:
+                first = await client.generate(PROMPT, {**params, "max_new_tokens": cut_at})
+                merge(sample, first, text=engine.tokenizer.decode(first.token_ids.tolist()))
+                sample.status = Sample.Status.ABORTED
+            await completed(client, sample)
+    assert sample.tokens == [*PROMPT, *told.token_ids]
+    assert sample.response == "".join(told.pieces or [])
+    assert sample.response.endswith("<|im_end|>") is not trims
+
+
+@pytest.mark.parametrize("speech", [SGLANG, VLLM], ids=repr)
+@pytest.mark.parametrize("more", [{}, {"no_stop_trim": True}, {"skip_special_tokens": True}])
+async def test_an_end_that_an_abort_brought_is_shown_as_one_that_nobody_disturbed(
+    speech: Speech, more: dict[str, Any]
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 400, "temperature": 0, "skip_special_tokens": False, **more}
+    with speech.loopback(stop_probability=1 / 20) as engine:
+        told = speech.undisturbed(engine, PROMPT, params)
+        ends = {engine.tokenizer.eos_token_id}
+        async with Client(engine.url, engine=speech.engine, tokenizer=engine.tokenizer, retries=SOON) as client:
+            whole = await completed(client, sample_of(**params), stop_ids=ends)
+            engine.faults = Faults([{"kind": "abort", "after_tokens": len(told.token_ids) - 1, "times": 1}])
+            cut_short = await completed(client, sample_of(**params), stop_ids=ends)
+            assert engine.faults.done["abort"] == 1
+    assert cut_short == whole
+    assert whole.tokens[-1] in ends
+
+
+@pytest.mark.parametrize(
+    "options", [{"engine": "vllm"}, {"engine": "sglang", "skip_tokenizer_init": True}], ids=["vllm", "sglang"]
+)
+@pytest.mark.parametrize("border", range(1, 6))
+async def test_where_no_text_is_sent_a_response_behind_an_open_character_is_decoded_alone_wherever_it_was_cut(
+    options: dict[str, Any], border: int
+) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1, "ignore_eos": True}
+    with Loopback(stop_probability=0, **options) as engine:
+        async with Client(engine.url, engine=options["engine"], tokenizer=engine.tokenizer, retries=SOON) as client:
+            for seed in range(4):
+                asked = {**params, "sampling_seed": seed}
+                whole = await completed(client, sample_of(OPEN, **asked))
+                sample = sample_of(OPEN, **asked)
+                first = await client.generate(OPEN, {**asked, "max_new_tokens": border})
+                merge(sample, first, text=engine.tokenizer.decode(first.token_ids.tolist()))
+                sample.status = Sample.Status.ABORTED
+                await completed(client, sample)
+                assert (sample.tokens, sample.response) == (whole.tokens, whole.response)
+                assert "text_joined" not in sample.metadata
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, OPEN], ids=["whole", "open"])
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"skip_special_tokens": False}], ids=["halves", "ends"])
+async def test_where_vllm_sends_the_text_that_of_two_calls_is_as_that_of_one(
+    prompt: list[int], params: dict[str, Any]
+) -> None:
+    """It tells a character with its last token, half ones never, and its own end neither in the text nor by name."""
+    with Loopback(engine="vllm", stop_probability=1 / 12) as engine:
+        async with Client(engine.url, engine="vllm-completions", tokenizer=engine.tokenizer, retries=SOON) as client:
+            for seed in range(40):
+                asked = {**params, "max_new_tokens": 6 + seed % 8, "temperature": 1, "sampling_seed": seed}
+                whole = await completed(client, sample_of(prompt, **asked))
+                sample = sample_of(prompt, **asked)
+                border = min(1 + seed % 5, whole.response_length - 1)
+                if border:
+                    merge(sample, await client.generate(prompt, {**asked, "max_new_tokens": border}))
+                    sample.status = Sample.Status.ABORTED
+                await completed(client, sample)
+                assert (sample.tokens, sample.response) == (whole.tokens, whole.response)
+                assert "text_joined" not in sample.metadata
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("border", [None, 1, 2])
+async def test_a_text_that_is_made_here_ends_at_its_stop_string_though_the_last_token_goes_on(
+    border: int | None, shows: bool
+) -> None:
+    """As the engine's own text does, whether the response came in parts or not."""
+    params: dict[str, Any] = {"stop": ["ous"], **({"no_stop_trim": True} if shows else {})}
+    tokenizer = Tokenizer()
+    ids = tokenizer.encode(" have water house")
+    before = border or 0
+    last = stream(VLLM.part(ids[before:], prompt=3 + before, finish="stop", matched="ous"), DONE)
+    first = [] if border is None else [cut(VLLM.part(ids[:border]))]
+    async with (
+        VLLM.replay(answers(*first, last)) as server,
+        VLLM.client(server.url, tokenizer=tokenizer, retries=SOON) as client,
+    ):
+        sample = await completed(client, sample_of(**params))
+    assert sample.tokens == [*PROMPT, *ids]
+    assert sample.response == " have water h" + "ous" * shows
+
+
+async def test_a_token_that_ended_one_sample_by_its_own_wish_does_not_end_another() -> None:
+    """Those that samples share are the model's own."""
+    wished = stream(event([10, 9], 2, {"type": "stop", "matched": 9}), DONE)
+    rest = stream(event([11], 1, "length", prompt_tokens=5), DONE)
+    async with (
+        Replay(answers(wished, cut(event([10, 9], 2)), rest)) as server,
+        Client(server.url, retries=SOON) as client,
+    ):
+        shared: set[int] = set()
+        first = await completed(client, sample_of(stop_token_ids=[9]), stop_ids=shared)
+        second = await completed(client, sample_of(), stop_ids=shared)
+    assert first.tokens == [*PROMPT, 10, 9]
+    assert second.tokens == [*PROMPT, 10, 9, 11]
+    assert shared == set()
+
+
+@pytest.mark.parametrize("params", [{"stop_token_ids": [1]}, {"stop": ["b"]}, {"stop": "ab"}])
+async def test_a_response_that_was_cut_at_its_limit_is_truncated_whatever_else_would_have_ended_it(
+    params: dict[str, Any],
+) -> None:
+    """SGLang looks at the budget first, and shows the text as it is."""
+    async with Replay(cut(event([0], 1), event([1], 2))) as server, Client(server.url, retries=SOON) as client:
+        sample = await completed(client, sample_of(max_new_tokens=2, **params))
+        assert len(server.generates) == 1
+    assert (sample.status, sample.response) == (Sample.Status.TRUNCATED, "ab")
+
+
+@pytest.mark.parametrize("metadata", [{}, None])
+async def test_a_text_of_parts_is_told_anew_though_the_last_call_brings_no_token(
+    speech: Speech, metadata: dict[str, Any] | None
+) -> None:
+    smile = list("🙂".encode())
+    parts = [speech.part(smile[:2]), speech.part(smile[2:], prompt=5), speech.part([], prompt=7, finish="stop")]
+    with Loopback() as engine:
+        tokenizer = engine.tokenizer
+    async with (
+        speech.replay(answers(cut(parts[0]), cut(parts[1]), stream(parts[2], DONE))) as server,
+        speech.client(server.url, tokenizer=tokenizer, retries=SOON) as client,
+    ):
+        sample = Sample(tokens=list(PROMPT), metadata=metadata)  # type: ignore[arg-type]  # hosts' may be None
+        with contextlib.suppress(StreamTruncated):
+            await complete(client, sample, {"max_new_tokens": 8}, resume="raise")
+        sample.response = ""  # the engine has held the half of a character back
+        sample.metadata = metadata  # type: ignore[assignment]
+        await complete(client, sample, {"max_new_tokens": 8})
+    assert (sample.response, sample.tokens[len(PROMPT) :]) == ("🙂", smile)
+    assert (sample.status, sample.metadata) == (Sample.Status.COMPLETED, {"resumed": 1})
+
+
+@pytest.mark.parametrize("tokenizer", [True, False], ids=["tokenizer", "none"])
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "vllm-completions"])
+@pytest.mark.parametrize("shown", [True, False], ids=["shown", "trimmed"])
+async def test_a_stop_string_that_a_cut_falls_into_ends_the_response_as_without_the_cut(
+    kind: Any, *, tokenizer: bool, shown: bool
+) -> None:
+    """Half a character shows in no engine's text, and some hold back what may become a stop string."""
+    speech = SGLANG if kind == "sglang" else VLLM
+    with speech.loopback(stop_probability=0) as engine:
+        plain: dict[str, Any] = {"max_new_tokens": 40, "sampling_seed": 0}
+        if shown:
+            plain["no_stop_trim"] = True
+        text = engine.tokenizer.decode(speech.undisturbed(engine, PROMPT, plain).token_ids)
+        torn = next(i for i, character in enumerate(text) if ord(character) > 0xFFFF)  # four tokens
+        stops = [text[torn], text[torn - 1 : torn + 1], text[torn : torn + 2], "e " + text[text.index("e ") + 2]]
+        async with Client(
+            engine.url, engine=kind, tokenizer=engine.tokenizer if tokenizer else None, retries=SOON
+        ) as client:
+            for stop in stops:
+                params = {**plain, "stop": [stop]}
+                told = speech.undisturbed(engine, PROMPT, params)
+                assert told.finish == {"type": "stop", "matched": stop}
+                for after_events in range(1, len(told.token_ids)):
+                    path = ENGINES[kind].path
+                    engine.faults = Faults([{"kind": "cut", "after_events": after_events, "times": 1, "path": path}])
+                    sample = await completed(client, sample_of(**params))
+                    assert sample.tokens == [*PROMPT, *told.token_ids], f"{stop!r} cut after {after_events}"
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "vllm-completions"])
+async def test_a_cut_far_from_any_stop_string_is_gone_on_with(kind: Any) -> None:
+    """With a tokenizer the text is known, so that no token has to be asked for twice."""
+    speech = SGLANG if kind == "sglang" else VLLM
+    faults = Faults([{"kind": "cut", "after_events": 5, "times": 1, "path": ENGINES[kind].path}])
+    with speech.loopback(stop_probability=0, faults=faults) as engine:
+        async with Client(engine.url, engine=kind, tokenizer=engine.tokenizer, retries=SOON) as client:
+            sample = await completed(client, sample_of(max_new_tokens=40, stop=["\U0001f642 never said", "nor that"]))
+            assert sample.metadata["resumed"] == 1
+    assert "restarted_tokens" not in sample.metadata
+
+
+class Counted:
+    """A tokenizer that counts how often much was asked of it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.times = 0
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.times += len(ids) > 20
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+async def test_a_response_is_decoded_neither_as_it_is_cut_nor_more_than_once_before_each_call_and_at_its_end() -> None:
+    """Thousands of long ones are cut at once, and gone on with at once."""
+    with Loopback(stop_probability=1 / 200) as engine:
+        tokenizer = Counted(engine.tokenizer)
+        async with Client(engine.url, tokenizer=tokenizer, retries=SOON) as client:
+            sample = sample_of(max_new_tokens=4000, stop=["never said"])
+            times = []
+            for cuts in range(3):
+                engine.faults = Faults([{"kind": "abort", "after_tokens": 40, "times": 1}])
+                await completed(client, sample, resume_aborts=False)
+                assert (sample.response_length > 40 * cuts, sample.status) == (True, Sample.Status.ABORTED)
+                times.append(tokenizer.times)
+            engine.faults = Faults([{"kind": "cut", "after_events": 40, "times": 1}])
+            await completed(client, sample)
+    assert (sample.status, sample.metadata["resumed"]) == (Sample.Status.COMPLETED, 1)
+    assert times == [0, 0, 1], "the text of one call is known"
+    assert tokenizer.times == 4

@@ -1,0 +1,278 @@
+"""The obvious reader's rules for one event of SGLang's stream."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from support.reference_json import Undecodable, bad, parse
+from support.reference_rules import (
+    Asked,
+    Refused,
+    State,
+    count,
+    decoded,
+    double,
+    experts_shape,
+    ids_of_set,
+    matched_value,
+    refuse_if_error,
+    routed,
+    take_tokens,
+    take_versions,
+    token_value,
+    told,
+)
+
+EXPERT_DTYPES = {"int32": "<i4", "uint8": "|u1", "uint16": "<u2"}
+OWN_ATTRIBUTE = (
+    "text",
+    "output_ids",
+    "prompt_tokens",
+    "cached_tokens",
+    "routed_experts",
+    "top_p_token_ids",
+    "top_p_token_offsets",
+    "top_p_kept_token_ids",
+    "top_p_kept_token_offsets",
+)
+
+
+def after(before: State, asked: Asked, name: bytes, data: bytes) -> State:
+    """The state after one more event; those that come after the last one are not looked at."""
+    if before.finish is not None:
+        return before
+    event = parse(data)
+    refuse_if_error(event, name, "meta_info")
+    meta_info = event.get("meta_info") if isinstance(event, dict) else bad("schema")
+    if not isinstance(meta_info, dict):
+        bad("schema")
+    finish, matched, status = finish_of(meta_info)
+    state = copy.deepcopy(before)
+    if status is None:
+        apply(state, asked, event, meta_info, finish)
+        state.finish, state.matched = finish, matched
+        return state
+    if status < 500:
+        raise Refused(status)
+    try:
+        apply(state, asked, event, meta_info, finish)
+    except Undecodable:
+        raise Refused(status) from None
+    raise Refused(status, state)
+
+
+def finish_of(meta_info: dict[str, Any]) -> tuple[str | None, int | str | None, int | None]:
+    """The finish type, what matched, and the HTTP status that an abort carries."""
+    reason = meta_info.get("finish_reason")
+    if reason is None:
+        return None, None, None
+    if not isinstance(reason, dict):
+        bad("schema")
+    if reason.get("type") not in ("stop", "length", "abort"):
+        bad("schema")
+    matched = reason.get("matched")
+    if matched == "NaN happened":
+        raise Refused(None)
+    status = reason.get("status_code") if reason["type"] == "abort" else None
+    if status is not None and type(status) is not int:
+        bad("schema")
+    return (
+        reason["type"],
+        matched_value(matched),
+        status if status is not None and 400 <= status <= 599 else None,
+    )
+
+
+def apply(state: State, asked: Asked, event: dict[str, Any], meta_info: dict[str, Any], finish: str | None) -> None:
+    """All checks in their order; the state is the caller's copy, so what is half done on an error is thrown away."""
+    # index, id, types
+    if told(event, "index", int) not in (None, 0):
+        bad("schema")
+    request_id = told(meta_info, "id", str)
+    if state.request_id is not None and request_id not in (None, state.request_id):
+        bad("schema")
+    text = told(event, "text", str)
+    output_ids = told(event, "output_ids", list)
+    ids = None if output_ids is None else [token_value(token) for token in output_ids]
+    pairs = pairs_of(meta_info) if asked.logprobs else None
+    length = count(meta_info, "output_token_logprobs_length")
+    completion = count(meta_info, "completion_tokens")
+    prompt_tokens = count(meta_info, "prompt_tokens")
+    cached_tokens = count(meta_info, "cached_tokens")
+    version = told(meta_info, "weight_version", str, int, float)
+    told(meta_info, "routed_experts", str)
+
+    # counts
+    source: list[Any] | None = pairs if asked.logprobs else ids
+    k = len(state.ids)
+    n = completion if length is None else length
+    if n is None:
+        bad("schema")
+    if source is None and (n > k if finish == "abort" else asked.logprobs and n != k):
+        bad("schema")
+    if completion is not None and completion != n:
+        bad("length")
+    if None not in (prompt_tokens, asked.prompt_len) and prompt_tokens != asked.prompt_len:
+        bad("length")
+
+    kept: list[Any] = list(zip(state.logprobs, state.ids, strict=True)) if asked.logprobs else state.ids
+    if finish == "abort":
+        shape, new = abort_of(source, kept, n, pairs=asked.logprobs, mode=state.mode)
+    elif source is None and asked.logprobs:
+        shape, new = "", []
+    else:
+        shape, new = "", ordinary(state, source or [], kept, n)
+        if pairs is not None and ids is not None and [pair[1] for pair in pairs] != ids:
+            bad("mismatch")
+        if state.mode == "cumulative":
+            new = beyond(kept, new)
+
+    own = {"meta_info", *OWN_ATTRIBUTE, *(["output_token_logprobs"] if asked.logprobs else [])}
+    for key, value in [*event.items(), *meta_info.items()]:
+        if type(value) is not list and key not in own:
+            state.meta[key] = value
+    if request_id is not None:
+        state.request_id = request_id
+    if prompt_tokens is not None:
+        state.prompt_tokens = prompt_tokens
+    if cached_tokens is not None:
+        state.cached_tokens = cached_tokens
+    if shape == "marker":
+        return
+
+    # ids, then logprobs
+    new_ids = [pair[1] for pair in new] if asked.logprobs else new
+    take_tokens(state, asked, new_ids, [pair[0] for pair in new] if asked.logprobs else [])
+    take_text(state, text, shape, brought=len(new), queued=prompt_tokens is None)
+    take_sets(state, meta_info, len(new))
+    take_experts(state, asked, meta_info)
+    take_versions(state, version, meta_info.get("weight_versions"), len(new), final=finish is not None)
+
+
+def pairs_of(meta_info: dict[str, Any]) -> list[tuple[float | None, Any]] | None:
+    pairs = told(meta_info, "output_token_logprobs", list)
+    if pairs is None:
+        return None
+    for pair in pairs:
+        if type(pair) is not list or len(pair) < 2 or type(pair[0]) not in (int, float, type(None)):
+            bad("schema")
+    return [(double(pair[0]), token_value(pair[1])) for pair in pairs]
+
+
+def ordinary(state: State, items: list[Any], kept: list[Any], n: int) -> list[Any]:
+    """The items of an event that is no abort; an event that fits one mode alone settles the mode."""
+    k, p = len(kept), len(items)
+    fits = {"incremental": k + p == n, "cumulative": p == n >= k}
+    if not any(fits.values()) or (state.mode and not fits[state.mode]):
+        bad("length")
+    if state.mode is None and k > 0 and p > 0:
+        state.mode = "incremental" if fits["incremental"] else "cumulative"
+    return items
+
+
+def abort_of(
+    source: list[Any] | None, kept: list[Any], n: int, *, pairs: bool, mode: str | None
+) -> tuple[str, list[Any]]:
+    """What shape an abort event has, and its new items."""
+    k = len(kept)
+    items = source or []
+    p = len(items)
+    if (p == 0 and n < k) or source is None:
+        return "marker", []
+    if not pairs:
+        if p == n and (mode == "cumulative" or items[:k] == kept):
+            return "whole", beyond(kept, items)
+        if p < n - k:
+            bad("length")
+        return "delta", items[: max(0, n - k)]
+    if k + p == n:
+        return "delta", items
+    if p == n:
+        return "whole", beyond(kept, items)
+    if n <= k or p != 2 * n - k or items[: n - k] != items[k - n :]:
+        bad("length")
+    return "glued", beyond(kept, items[n - k :])
+
+
+def beyond(kept: list[Any], whole: list[Any]) -> list[Any]:
+    if whole[: len(kept)] != kept:
+        bad("prefix")
+    return whole[len(kept) :]
+
+
+# --- what comes beside the tokens ------------------------------------------------------------------------------------
+
+
+def take_text(state: State, text: str | None, shape: str, *, brought: int, queued: bool) -> None:
+    if text is None:
+        state.text_missing |= brought > 0
+        return
+    kept = state.text or ""
+    twice = text[max(0, len(text) - (len(text) + len(kept)) // 2) :]
+    if shape == "glued":
+        state.texts = [twice]
+    elif shape and state.mode != "cumulative" and queued:
+        state.texts = [text if text.startswith(kept) else twice]
+    elif shape == "whole":
+        state.texts = [text]
+    else:
+        state.texts.append(text)
+
+
+def integers(value: Any) -> list[int]:
+    """A list of ids, or the base64 of little-endian int32."""
+    if type(value) is list:
+        return ids_of_set(value)
+    raw = decoded(value)
+    if len(raw) % 4:
+        bad("metadata")
+    return ids_of_set(np.frombuffer(raw, "<i4").tolist())
+
+
+def take_sets(state: State, meta_info: dict[str, Any], new: int) -> None:
+    """Top-p: what each token was chosen from, for the new tokens or for all."""
+    ids, offsets = (
+        next((meta_info[key] for key in keys if meta_info.get(key) is not None), None)
+        for keys in (("top_p_token_ids", "top_p_kept_token_ids"), ("top_p_token_offsets", "top_p_kept_token_offsets"))
+    )
+    mask = meta_info.get("output_token_sampling_mask")
+    if ids is not None or offsets is not None:
+        tokens, ends = integers(ids), integers(offsets)
+        if ends[:1] != [0] or ends != sorted(ends) or ends[-1] != len(tokens):
+            bad("metadata")
+        sets = [tokens[start:end] for start, end in itertools.pairwise(ends)]
+    elif mask is not None:
+        if type(mask) is not list or not all(type(tokens) is list for tokens in mask):
+            bad("metadata")
+        sets = [ids_of_set(tokens) for tokens in mask]
+    else:
+        state.sets += [None] * new
+        return
+    if len(sets) not in (new, len(state.ids)):
+        bad("metadata")
+    state.sets_told = True
+    state.sets = list(sets) if len(sets) == len(state.ids) else [*state.sets, *sets]
+
+
+def take_experts(state: State, asked: Asked, meta_info: dict[str, Any]) -> None:
+    if meta_info.get("routed_experts") is None:
+        return
+    raw = decoded(meta_info["routed_experts"])
+    dtype = meta_info.get("routed_experts_dtype")
+    if dtype is None:
+        dtype = "int32"
+        # Engines that do not know how another one is asked for send int32.
+        if asked.experts and (not raw or len(raw) != 4 * math.prod(experts_shape(state, asked, asked.experts))):
+            dtype = asked.experts.dtype
+    if type(dtype) is not str or dtype not in EXPERT_DTYPES:
+        bad("metadata")
+    form = np.dtype(EXPERT_DTYPES[dtype])
+    if len(raw) % form.itemsize:
+        bad("metadata")
+    state.experts = routed(np.frombuffer(raw, form), None, state, asked)
+    state.experts_at = len(state.ids)
