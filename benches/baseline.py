@@ -19,7 +19,7 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from streamfold.samples.sample import SampleLike
+    from streamfold._types import SampleLike
 
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], str]
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from streamfold.rollout.pool import Pool
     from streamfold.rollout.rollout import Rollout, RolloutResult
     from streamfold.samples.completion import complete
-    from streamfold.samples.sample import Sample, merge
+    from streamfold.samples.merging import merge
+    from streamfold.samples.sample import Sample
 
 __all__ = [
     "Buffer",
@@ -54,7 +55,7 @@ _LATER = {
     "RolloutResult": "rollout.rollout",
     "Sample": "samples.sample",
     "complete": "samples.completion",
-    "merge": "samples.sample",
+    "merge": "samples.merging",
 }
 
 

@@ -19,11 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from streamfold._core import Generation
 
-__all__ = ["DecodeError", "DecodeErrorKind", "EngineError", "EngineTimeout", "StreamTruncated", "StreamfoldError"]
+__all__ = [
+    "DecodeError",
+    "DecodeErrorKind",
+    "EngineError",
+    "EngineTimeout",
+    "StreamTruncated",
+    "StreamfoldError",
+    "quote",
+]
 
 DecodeErrorKind = Literal[
     "json", "utf8", "schema", "length", "mismatch", "token", "logprob", "prefix", "metadata", "too_large"
 ]
+
+_LONGEST_QUOTE = 200  # bytes of a reply that is not what was expected
 
 # Worth another try: the server was busy or broke. Every other refusal would only be repeated.
 _RETRYABLE_4XX = (408, 429)
@@ -127,3 +137,9 @@ class EngineTimeout(StreamfoldError):
     ) -> None:
         super().__init__(message, partial=partial)
         self.phase: Literal["connect", "first_token", "next_token"] = phase
+
+
+def quote(body: bytes) -> str:
+    """The first bytes of a reply that is something else than expected, for an error message."""
+    cut = body[:_LONGEST_QUOTE].decode(errors="replace")
+    return " ".join(cut.split()) or "an empty reply"

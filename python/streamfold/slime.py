@@ -26,7 +26,7 @@ from streamfold.integrations import fully_async as host_pool
 from streamfold.integrations import generate as host_generate
 from streamfold.integrations import rollout as host_rollout
 from streamfold.integrations.base import Host, has_any
-from streamfold.samples.sample import meta_info
+from streamfold.samples.merging import meta_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

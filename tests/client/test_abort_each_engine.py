@@ -238,5 +238,5 @@ async def test_a_worker_that_hangs_keeps_neither_the_others_from_being_told_nor_
             assert len(silent.aborts) < count, "nothing hung: this tests nothing"
             await asyncio.wait_for(client.aclose(), 10)
             named = [task.get_coro().__qualname__ for task in asyncio.all_tasks() - before]  # type: ignore[union-attr]
-            assert not [name for name in named if name.startswith("Control.")], "it closed before they had ended"
+            assert not [name for name in named if name.startswith("EngineControl.")], "it closed before they had ended"
         await until(lambda: silent.open == 0)

@@ -101,21 +101,21 @@ async def test_a_call_tells_what_it_is_doing(speech: Speech) -> None:
     async with speech.replay(steps) as server, speech.client(server.url) as client:
         call = client.start(PROMPT, ASKED)
         assert call.token_count == 0
-        assert call.rate == 0
+        assert call.tokens_per_second == 0
         await until(lambda: call.token_count)
         await asyncio.sleep(0.02)
         (running,) = client.running
         assert (running.rid, running.token_count) == (call.rid, 2)
         assert running.age > 0.01
-        assert 0 < running.rate < 200
+        assert 0 < running.tokens_per_second < 200
         assert call.rid in repr(call)
         more.set()
         await call
         assert client.running == []
         assert call.token_count == 3
-        age, rate = call.age, call.rate
+        age, rate = call.age, call.tokens_per_second
         await asyncio.sleep(0.01)
-        assert (call.age, call.rate) == (age, rate), "they stand still after the end"
+        assert (call.age, call.tokens_per_second) == (age, rate), "they stand still after the end"
 
 
 async def test_an_abort_that_the_engine_decided_on_is_a_result(speech: Speech) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Client, EngineError, Retries
-from streamfold.client.connection import Connection
+from streamfold.client.transport import Connection
 from support.replay import HANG, PROMPT, WHOLE, Replay, Step, head, until
 from support.tries import SOON
 

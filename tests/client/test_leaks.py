@@ -18,7 +18,7 @@ import pytest
 
 from conftest import LOOPS
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
-from streamfold.client.connection import Connection
+from streamfold.client.transport import Connection
 from streamfold.loopback.http.server import Loopback
 from support.leftovers import open_files, settled
 from support.paths import DATA

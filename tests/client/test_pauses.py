@@ -43,7 +43,7 @@ async def test_a_pause_is_as_long_as_the_engine_asks_for(speech: Speech) -> None
         await call
         assert call.tries == 2
         assert call.age >= 0.99  # clocks are coarse
-        assert call.rate * call.age > 3.1, "it counts from the sending of the last try"
+        assert call.tokens_per_second * call.age > 3.1, "it counts from the sending of the last try"
 
 
 def test_pauses_grow_to_a_limit_and_chance_keeps_clients_apart() -> None:

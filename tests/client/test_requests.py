@@ -151,7 +151,7 @@ async def test_a_budget_of_nothing_gives_an_empty_generation_without_a_request()
     assert generation.logprobs is not None
     assert len(generation.logprobs) == 0
     assert without.logprobs is None
-    assert (call.token_count, call.age, call.rate) == (0, 0, 0)
+    assert (call.token_count, call.age, call.tokens_per_second) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

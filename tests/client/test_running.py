@@ -56,31 +56,31 @@ async def test_a_call_is_seen_in_every_state_from_its_start_to_its_end(speech: S
         await until(lambda: server.generates)
         await asyncio.sleep(0.05)
         waits, queues = client.running
-        assert (waits.tries, waits.token_count, waits.rate) == (1, 0, 0.0)
-        assert (waits.first_token, waits.last_event) == (None, None)
+        assert (waits.tries, waits.token_count, waits.tokens_per_second) == (1, 0, 0.0)
+        assert (waits.ttft, waits.last_event) == (None, None)
         assert waits.age >= 0.04
-        assert (queues.tries, queues.first_token) == (0, None)
+        assert (queues.tries, queues.ttft) == (0, None)
 
         go_on.set()
         await until(lambda: first.token_count)
         await asyncio.sleep(0.03)
         runs = client.running[0]
         assert runs.token_count == 2
-        assert runs.first_token is not None
+        assert runs.ttft is not None
         assert runs.last_event is not None
-        assert 0.04 <= runs.first_token <= runs.age - 0.02
+        assert 0.04 <= runs.ttft <= runs.age - 0.02
         assert 0.02 <= runs.last_event < runs.age
-        assert 0 < runs.rate <= 2 / 0.06
+        assert 0 < runs.tokens_per_second <= 2 / 0.06
         assert waits.token_count == 0, "a snapshot stays as it was"
 
         await second.abort()
         last.set()
         await first
         assert client.running == []
-        ended = (first.age, first.rate, first.first_token, first.last_event)
-        assert first.first_token == runs.first_token
+        ended = (first.age, first.tokens_per_second, first.ttft, first.last_event)
+        assert first.ttft == runs.ttft
         await asyncio.sleep(0.02)
-        assert ended == (first.age, first.rate, first.first_token, first.last_event), "they stand still"
+        assert ended == (first.age, first.tokens_per_second, first.ttft, first.last_event), "they stand still"
 
 
 async def test_heartbeats_do_not_make_a_silent_engine_look_alive(speech: Speech) -> None:
@@ -111,8 +111,8 @@ async def test_the_registry_follows_a_call_to_its_next_try(speech: Speech) -> No
         assert "try 3" in repr(old)
         running = client.running[0]
         assert (running.tries, running.token_count) == (3, 2)
-        assert running.first_token is not None
-        assert running.first_token < running.age, "it counts from the sending of the last try"
+        assert running.ttft is not None
+        assert running.ttft < running.age, "it counts from the sending of the last try"
 
         again = client.start(PROMPT, ASKED, rid="mine-0001")  # which no call goes by any more
         with pytest.raises(ValueError, match="in use"):
@@ -128,8 +128,8 @@ async def test_a_call_that_pauses_is_still_there_and_has_no_tokens(speech: Speec
         await until(lambda: server.generates and server.open == 0)
         await asyncio.sleep(0.02)
         (running,) = client.running
-        assert (running.rid, running.tries, running.token_count, running.rate) == (call.rid, 1, 0, 0.0)
-        assert (running.first_token, running.last_event) == (None, None)
+        assert (running.rid, running.tries, running.token_count, running.tokens_per_second) == (call.rid, 1, 0, 0.0)
+        assert (running.ttft, running.last_event) == (None, None)
         await call.abort()
 
 

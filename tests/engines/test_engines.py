@@ -13,7 +13,8 @@ import pytest
 from streamfold import Client, EngineError, Experts
 from streamfold.client.responses import error_message, retry_after
 from streamfold.client.urls import base_url
-from streamfold.engines.base import Asked, Sglang, token_array
+from streamfold.engines.base import RequestOptions, token_array
+from streamfold.engines.sglang import Sglang
 from streamfold.integrations.base import address
 
 ENGINE = Sglang()
@@ -21,7 +22,7 @@ ENGINE = Sglang()
 
 def payload(sampling_params: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     ids = np.array([1, 2, 3], np.int32)
-    return ENGINE.payload(more.pop("input_ids", ids), sampling_params or {}, Asked(**{"rid": "r", **more}))
+    return ENGINE.payload(more.pop("input_ids", ids), sampling_params or {}, RequestOptions(**{"rid": "r", **more}))
 
 
 # The request.

@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from streamfold import Client, EngineError, Experts
-from streamfold.engines.base import Asked, Vllm, VllmCompletions
+from streamfold.engines.base import RequestOptions
+from streamfold.engines.vllm import Vllm, VllmCompletions
 from support.replay import DONE, PROMPT, Replay, answer_json, stream
 
 ENGINE, COMPLETIONS = Vllm(), VllmCompletions()
@@ -34,7 +35,7 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 def payload(sampling_params: dict[str, Any] | None = None, engine: Vllm = ENGINE, **more: Any) -> dict[str, Any]:
     ids = np.array([1, 2, 3], np.int32)
     given = {"max_new_tokens": 5} if sampling_params is None else sampling_params
-    return engine.payload(more.pop("input_ids", ids), given, Asked(**{"rid": "r", **more}))
+    return engine.payload(more.pop("input_ids", ids), given, RequestOptions(**{"rid": "r", **more}))
 
 
 def test_a_plain_request_asks_for_one_answer_with_usage_in_every_event() -> None:
@@ -127,7 +128,7 @@ def test_where_rows_of_experts_begin_is_a_sampling_parameter() -> None:
 
 
 def test_a_prompt_without_ids_is_refused_but_one_that_was_rendered_is_not() -> None:
-    with pytest.raises(ValueError, match="takes token ids alone"):
+    with pytest.raises(ValueError, match="takes token ids only"):
         payload(input_ids=None, extra={"text": "Hi"})
     assert payload(input_ids=None, extra={"token_ids": [1], "features": {}})["features"] == {}
 
@@ -230,7 +231,7 @@ async def test_a_server_that_is_busy_when_it_is_asked_what_it_is_is_not_guessed_
 async def test_a_server_that_is_neither_is_an_error_and_not_a_guess() -> None:
     async with Replay(answer_json({"detail": "Not Found"}, 404)) as server:
         client = Client(server.url, engine="auto")
-        with pytest.raises(EngineError, match="neither SGLang nor vLLM"):
+        with pytest.raises(EngineError, match="answers like neither SGLang nor vLLM"):
             await client.discover()
         await client.aclose()
 

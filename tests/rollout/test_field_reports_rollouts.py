@@ -11,7 +11,8 @@ from streamfold import Client
 from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
 from streamfold.samples.completion import complete
-from streamfold.samples.sample import Sample, merge
+from streamfold.samples.merging import merge
+from streamfold.samples.sample import Sample
 from support.completing import SOON, answers, completed, cut, sample_of
 from support.loopback_http import load
 from support.replay import DONE, HANG, PROMPT, RUNNING, Replay, chunk, event, head, stream, until

@@ -13,7 +13,7 @@ from conftest import LOOPS
 from streamfold import StreamfoldError
 from streamfold.rollout import scheduler as flight
 from streamfold.rollout.buffer import Buffer
-from streamfold.rollout.metrics import Tally
+from streamfold.rollout.metrics import RolloutStats
 from streamfold.samples.sample import Sample
 from support.rollouts import (
     Counted,
@@ -384,7 +384,7 @@ async def test_a_time_limit_around_a_rollout_works_as_around_anything() -> None:
 
 
 async def test_a_flight_that_is_over_takes_no_more_groups() -> None:
-    over = rollout(Scripted(), groups=1).flight(Tally(), None, 1)
+    over = rollout(Scripted(), groups=1).scheduler(RolloutStats(), None, 1)
     await over.abort()
     with pytest.raises(RuntimeError, match="a new one"):
         over.start(groups_of(1)[0], 0)

@@ -12,7 +12,8 @@ import pytest
 from streamfold import Client, Timeouts
 from streamfold.client import control as abort
 from streamfold.rollout.buffer import Buffer
-from streamfold.samples.sample import Sample, merge
+from streamfold.samples.merging import merge
+from streamfold.samples.sample import Sample
 from support.replay import ASKED, DONE, HANG, answer_json, chunk, head, stream
 from support.rollouts import Counted, bounded, groups_of, nothing_left, rollout
 

@@ -10,7 +10,8 @@ import pytest
 
 from streamfold import EngineError, Experts, Generation, StreamTruncated
 from streamfold.client.limits import Retries
-from streamfold.samples.sample import Sample, merge
+from streamfold.samples.merging import merge
+from streamfold.samples.sample import Sample
 from support.completing import SOON, answers, completed, cut, sample_of
 from support.replay import DONE, HANG, PROMPT, Request, chunk, head, stream, until
 from support.speaking import SGLANG

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Client, StreamTruncated
-from streamfold.engines.base import ENGINES
+from streamfold.engines.detect import ENGINES
 from streamfold.loopback import Faults, Loopback
 from streamfold.loopback.core.tokenizer import Tokenizer
 from streamfold.samples.completion import complete
-from streamfold.samples.sample import Sample, merge
+from streamfold.samples.merging import merge
+from streamfold.samples.sample import Sample
 from support.completing import SOON, answers, completed, cut, sample_of
 from support.replay import DONE, PROMPT, Replay, event, stream
 from support.speaking import SGLANG, VLLM

@@ -11,8 +11,9 @@ import pytest
 
 from streamfold import Generation
 from streamfold.rollout.groups import stamp
+from streamfold.samples.merging import check_ready, merge, meta_info
 from streamfold.samples.reset import note, restart
-from streamfold.samples.sample import Sample, check_ready, merge, meta_info
+from streamfold.samples.sample import Sample
 from support.host.helpers import nowhere
 from support.host.slime.utils.types import Sample as HostSample
 

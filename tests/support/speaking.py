@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from streamfold import Client
-from streamfold.engines.base import ENGINES, Asked
+from streamfold.engines.base import RequestOptions
+from streamfold.engines.detect import ENGINES
 from streamfold.loopback import Loopback
 from support import replay
 from support.bodies_vllm import fields, usage
@@ -161,7 +162,7 @@ class Speech(ABC):
 
     def undisturbed(self, box: Loopback, prompt: Sequence[int], params: Mapping[str, Any]) -> Reply:
         """What an undisturbed generation gives, for parameters as the client takes them."""
-        body = ENGINES[self.engine]().payload(np.asarray(prompt, np.int32), params, Asked(rid="r"))
+        body = ENGINES[self.engine]().payload(np.asarray(prompt, np.int32), params, RequestOptions(rid="r"))
         more = {"return_logprob": True} if self.engine == "sglang" else {}
         return box.undisturbed(list(prompt), body["sampling_params"], **more)
 

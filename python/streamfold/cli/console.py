@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from streamfold._core import Generation
+    from streamfold._types import Tokenizer
     from streamfold.cli.demo import Outcome, Report
     from streamfold.cli.journal import Encode
-    from streamfold.samples.detokenizer import Tokenizer
 
 __all__ = [
     "check_out",

@@ -33,7 +33,7 @@ from streamfold.cli.recording import record as record_stream
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
 from streamfold.client.urls import bearer
-from streamfold.engines.base import ENGINES
+from streamfold.engines.detect import ENGINES
 from streamfold.errors import DecodeError, EngineError
 from streamfold.samples.completion import complete_all
 

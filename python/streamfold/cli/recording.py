@@ -16,7 +16,7 @@ import orjson
 
 from streamfold._core import Experts, Generation, Parser
 from streamfold.client.urls import base_url
-from streamfold.engines.base import ENGINES
+from streamfold.engines.detect import ENGINES
 from streamfold.errors import DecodeError, StreamfoldError
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Literal
 
 import httpx
 
-from streamfold.client.connection import Connection, Stopped
 from streamfold.client.limits import Deadline
 from streamfold.client.responses import is_stream, refusal
+from streamfold.client.transport import Connection, Stopped
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from streamfold._core import Generation, Parser
-    from streamfold.client.control import Control
+    from streamfold.client.control import EngineControl
     from streamfold.client.limits import Timeouts
 
 __all__ = ["Attempt"]
@@ -53,7 +53,7 @@ class Attempt:
         parser: Parser,
         *,
         transport: httpx.AsyncBaseTransport,
-        control: Control,
+        control: EngineControl,
         timeouts: Timeouts,
     ) -> None:
         self.rid = rid

@@ -111,13 +111,13 @@ class Call:
         return self._now - self.started
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Tokens per second since the request of the current try was sent; 0.0 before the first token."""
         seconds = self._now - self._attempt.sent_at
         return self.token_count / seconds if seconds > 0 else 0.0
 
     @property
-    def first_token(self) -> float | None:
+    def ttft(self) -> float | None:
         """Seconds from the sending of the request to the first token; None before it."""
         attempt = self._attempt
         return attempt.first_token_at - attempt.sent_at if attempt.first_token_at < math.inf else None

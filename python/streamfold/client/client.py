@@ -15,13 +15,14 @@ import orjson
 from streamfold._core import Generation, Parser, __version__
 from streamfold.client.attempt import Attempt
 from streamfold.client.call import Call, RetryLog
-from streamfold.client.control import Control
+from streamfold.client.control import EngineControl
 from streamfold.client.limits import Limits, Retries, Slots, Timeouts, check_seconds
 from streamfold.client.transport import chosen
 from streamfold.client.urls import base_url as normalised
 from streamfold.client.urls import bearer
-from streamfold.engines.base import ENGINES, Asked, Sglang, token_array
-from streamfold.engines.detect import discover
+from streamfold.engines.base import RequestOptions, token_array
+from streamfold.engines.detect import ENGINES, detect
+from streamfold.engines.sglang import Sglang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamfold._core import Experts
-    from streamfold.engines.base import Engine, TokenIds
-    from streamfold.samples.detokenizer import Tokenizer
+    from streamfold._types import Tokenizer
+    from streamfold.engines.base import EngineSpec, TokenIds
 
 __all__ = ["Client", "Running"]
 
@@ -47,8 +48,8 @@ class Running:
         engine: the base URL that it was sent to.
         age: seconds since its start, waits for a slot and pauses included.
         token_count: tokens so far.
-        rate: tokens per second since the request of the current try was sent.
-        first_token: seconds from the sending to the first token; None before it.
+        tokens_per_second: tokens per second since the request of the current try was sent.
+        ttft: seconds from the sending to the first token; None before it.
         last_event: seconds since the last event that brought a token; None before it.
         tries: tries begun; 0 while it waits for its first slot.
     """
@@ -57,8 +58,8 @@ class Running:
     engine: str
     age: float
     token_count: int
-    rate: float
-    first_token: float | None
+    tokens_per_second: float
+    ttft: float | None
     last_event: float | None
     tries: int
 
@@ -68,7 +69,7 @@ class _Session:
     """All that is bound to one event loop, from the first use of a client to its ``aclose``."""
 
     loop: asyncio.AbstractEventLoop
-    control: Control
+    control: EngineControl
     slots: Slots
     calls: dict[str, Call] = field(default_factory=dict)  # by the id of the current try
     pumps: set[asyncio.Task[None]] = field(default_factory=set)
@@ -173,8 +174,8 @@ class Client:
                 engine=self._base,
                 age=call.age,
                 token_count=call.token_count,
-                rate=call.rate,
-                first_token=call.first_token,
+                tokens_per_second=call.tokens_per_second,
+                ttft=call.ttft,
                 last_event=call.last_event,
                 tries=call.tries,
             )
@@ -223,12 +224,12 @@ class Client:
             raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
         elif rid in session.calls:
             raise ValueError(f"rid {rid!r} is in use by a call that runs: give each call its own, or none")
-        engine = self.ways
+        engine = self.engine_spec
         ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
         if not 0 <= experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {experts_start}")
         budget = engine.budget(sampling_params)
-        asked = Asked(
+        asked = RequestOptions(
             rid=rid,
             logprobs=logprobs,
             top_p=top_p,
@@ -357,7 +358,7 @@ class Client:
             EngineError: it cannot be reached, does not let us in, or is none of those that are known.
         """
         control = self._bound().control
-        self._engine = control.engine = await discover(control.ask, self._base, control.workers)
+        self._engine = control.engine = await detect(control.ask, self._base, control.workers)
         return self._engine.name
 
     @property
@@ -427,8 +428,8 @@ class Client:
                 swept.set_result(None)
 
     @property
-    def ways(self) -> Engine:
-        """The engine's ways, as far as those above a client have to know them.
+    def engine_spec(self) -> EngineSpec:
+        """The engine's engine_spec, as far as those above a client have to know them.
 
         Raises:
             RuntimeError: with ``engine="auto"``, before the server was asked.
@@ -458,7 +459,7 @@ class Client:
             )
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> _Session:
-        control = Control(self._base, self._engine or Sglang(), self._with(None), self._transport())
+        control = EngineControl(self._base, self._engine or Sglang(), self._with(None), self._transport())
         return _Session(loop, control, Slots(self._limits.calls, per_pass=_STARTS))
 
     async def _close(self, session: _Session) -> None:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import httpx
 import orjson
 
-from streamfold.client.connection import Connection, Stopped
 from streamfold.client.limits import Deadline, Slots
 from streamfold.client.responses import error_message
+from streamfold.client.transport import Connection, Stopped
 from streamfold.client.urls import base_url
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from streamfold.engines.base import Engine, Post
+    from streamfold.engines.base import EngineSpec, Post
 
-__all__ = ["Control"]
+__all__ = ["EngineControl"]
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class _NotThere(EngineError):
     """A server has no such endpoint, or does not let us at it."""
 
 
-class Control:
+class EngineControl:
     """Speaks to one engine, or to each worker behind a router. Bound to the running event loop.
 
     Args:
@@ -57,7 +57,9 @@ class Control:
         transport: where requests go; closed by :meth:`aclose`.
     """
 
-    def __init__(self, base: str, engine: Engine, headers: httpx.Headers, transport: httpx.AsyncBaseTransport) -> None:
+    def __init__(
+        self, base: str, engine: EngineSpec, headers: httpx.Headers, transport: httpx.AsyncBaseTransport
+    ) -> None:
         self._base = base
         self.engine = engine
         self._headers = headers
@@ -122,7 +124,7 @@ class Control:
         return await asyncio.shield(self._keep(self._ask(method, base, path, body)))
 
     async def workers(self, *, anew: bool = False) -> list[str]:
-        """Base URLs of the engines: what a router lists, otherwise the base URL itself. Asked now and then."""
+        """Base URLs of the engines: what a router lists, otherwise the base URL itself. RequestOptions now and then."""
         if self._search is None or (self._search.done() and (anew or self._loop.time() >= self._search_again)):
             self._search = self._keep(self._find_workers())
         return await asyncio.shield(self._search)
@@ -164,7 +166,7 @@ class Control:
             last = (worker, posts[-1][0])
             if last not in self._missing:  # others may have asked at the same time
                 self._missing.add(last)
-                level = logging.INFO if self.engine.closing_ends else logging.WARNING
+                level = logging.INFO if self.engine.abort_by_disconnect else logging.WARNING
                 log.log(level, "%s has no way to end a request but by closing its stream: %s", worker, error)
         except EngineError as error:
             if worker not in self._reported:  # one word for a dead worker, not one for each of a thousand aborts
@@ -226,7 +228,7 @@ class Control:
 
     async def _find_workers(self) -> list[str]:
         self._reported.clear()
-        if not self.engine.closing_ends:
+        if not self.engine.abort_by_disconnect:
             self._missing.clear()  # it may have been a proxy's word, before a worker that was restarted
         lasts = _WORKERS_LAST
         try:

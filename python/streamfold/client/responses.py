@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from streamfold.errors import EngineError
+from streamfold.errors import EngineError, quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import httpx
 
-__all__ = ["error_message", "is_stream", "quote", "refusal", "retry_after"]
+__all__ = ["error_message", "is_stream", "refusal", "retry_after"]
 
-_LONGEST_QUOTE = 200  # characters of a reply that is no message; bytes of one that is no stream
 _LONGEST_MESSAGE = 2000
 
 
@@ -84,9 +83,3 @@ def _message(reply: object) -> str | None:
         told = [item for item in reply if isinstance(item, dict) and "msg" in item]
         return "; ".join(f"{item['msg']} ({item.get('loc')!r:.200})" for item in told)
     return None
-
-
-def quote(body: bytes) -> str:
-    """The first bytes of a reply that is something else than expected, for an error message."""
-    cut = body[:_LONGEST_QUOTE].decode(errors="replace")
-    return " ".join(cut.split()) or "an empty reply"

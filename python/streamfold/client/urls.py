@@ -1,4 +1,4 @@
-"""One spelling for the many ways in which people write an engine's address."""
+"""One spelling for the many engine_spec in which people write an engine's address."""
 
 from __future__ import annotations
 

@@ -1,36 +1,40 @@
-"""Finds out what a server is that nobody has named."""
+"""Detects which engine a URL is, for ``Client(engine="auto")``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from streamfold.engines.base import Sglang, Vllm, VllmCompletions
+from streamfold.engines.sglang import Sglang
+from streamfold.engines.vllm import Vllm, VllmCompletions
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from streamfold.engines.base import Engine
+    from streamfold.engines.base import EngineSpec
 
-__all__ = ["discover"]
+__all__ = ["ENGINES", "detect"]
+
+ENGINES: Final[dict[str, type[EngineSpec]]] = {kind.name: kind for kind in (Sglang, Vllm, VllmCompletions)}
+"""Every engine by the name that :class:`~streamfold.Client` takes."""
 
 
-async def discover(
+async def detect(
     ask: Callable[[str, str, str, dict[str, Any] | None], Awaitable[bytes]],
     base: str,
     workers: Callable[[], Awaitable[Sequence[str]]],
-) -> Engine:
-    """Find out what a server is, or what the engines behind it are if it is a router that does not tell.
+) -> EngineSpec:
+    """Detect the engine at a URL, or behind it if it is a router.
 
     Args:
-        ask: takes method, base URL, path and body, and gives the reply's body.
-        base: of the server.
-        workers: gives the base URLs of the engines behind it, or its own.
+        ask: sends a request (method, base URL, path, body) and returns the body of the reply.
+        base: the server's base URL.
+        workers: returns the base URLs of the router's workers, or the server's own.
 
     Raises:
-        EngineError: it cannot be reached, is busy, does not let us in, or is none of those that are known.
+        EngineError: the server cannot be reached, is busy, rejects the credentials, or is of no known kind.
     """
-    busy: list[EngineError] = []  # what another moment may answer otherwise tells nothing of what is there
+    busy: list[EngineError] = []  # a busy server's refusals do not tell which endpoints it has
 
     async def status(method: str, base: str, path: str, body: dict[str, Any] | None = None) -> int:
         try:
@@ -43,20 +47,20 @@ async def discover(
             return error.status
         return 200
 
-    async def first_of(bases: Iterable[str]) -> Engine | None:
+    async def first_of(bases: Iterable[str]) -> EngineSpec | None:
         for one in bases:
             before = len(busy)
             if await status("GET", one, "/model_info") == 200 or await status("GET", one, "/get_model_info") == 200:
                 return Sglang()
-            # The second one SGLang has too.
+            # SGLang has /v1/models too.
             if await status("GET", one, "/version") == 200 or (
                 len(busy) == before and await status("GET", one, "/v1/models") == 200
             ):
-                # A request without anything is refused with another status where the endpoint is there.
-                told = await status("POST", base, Vllm.path, {})
-                if told in (400, 422):
+                # An empty request gets 400 or 422 if the endpoint exists.
+                answer = await status("POST", base, Vllm.path, {})
+                if answer in (400, 422):
                     return Vllm()
-                if told in (403, 404, 405):
+                if answer in (403, 404, 405):
                     return VllmCompletions()
         return None
 
@@ -65,4 +69,4 @@ async def discover(
         return found
     if busy:
         raise busy[0]
-    raise EngineError("the server is neither SGLang nor vLLM, as far as it tells: name the engine")
+    raise EngineError("the server answers like neither SGLang nor vLLM: pass engine= explicitly")

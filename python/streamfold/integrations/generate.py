@@ -11,7 +11,7 @@ from streamfold.errors import StreamTruncated
 from streamfold.integrations import base as hosts
 from streamfold.integrations.base import notes_of
 from streamfold.samples.completion import complete
-from streamfold.samples.sample import check_ready
+from streamfold.samples.merging import check_ready
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import orjson
 
-from streamfold.client.responses import quote, refusal
+from streamfold.client.responses import refusal
 from streamfold.client.transport import fresh
-from streamfold.errors import EngineError, EngineTimeout
+from streamfold.errors import EngineError, EngineTimeout, quote
 from streamfold.integrations.base import LOOK_SECONDS, pause
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from streamfold.integrations.hooks import HostGenerate, HostRewards
 from streamfold.rollout import groups as rules
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.rollout import Rollout
-from streamfold.rollout.tracker import Ledger
+from streamfold.rollout.tracker import GroupTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from streamfold.client.client import Client
     from streamfold.integrations.base import Args, Host
     from streamfold.rollout.groups import Group
-    from streamfold.rollout.metrics import Tally
+    from streamfold.rollout.metrics import RolloutStats
     from streamfold.rollout.rewards import Rewards
-    from streamfold.rollout.scheduler import Flight
+    from streamfold.rollout.scheduler import GroupScheduler
 
 __all__ = ["HostRollout", "evaluate", "generate_rollout", "host_rollout", "train_output", "whole_number"]
 
@@ -193,16 +193,18 @@ class HostRollout(Rollout):
         gpus, each = (getattr(self._args, f"rollout_num_gpus{of}", None) for of in ("", "_per_engine"))
         return max(1, gpus // each) if gpus and each else await super().engines()
 
-    def ledger(self, source: _Source, tally: Tally, *, gives_back_all: bool = False) -> Ledger:
+    def tracker(self, source: _Source, stats: RolloutStats, *, gives_back_all: bool = False) -> GroupTracker:
         """As of any rollout; the filter needs to know how many groups there are."""
-        self._ledger = _HostLedger(source, self.config, self._keeps, tally, judged=True, gives_back_all=gives_back_all)
-        self._ledger.rewards = self._rewards
-        return self._ledger
+        self._tracker = _HostTracker(
+            source, self.config, self._keeps, stats, judged=True, gives_back_all=gives_back_all
+        )
+        self._tracker.rewards = self._rewards
+        return self._tracker
 
-    def flight(self, tally: Tally, rewards: Rewards | None, engines: int) -> Flight:
+    def scheduler(self, stats: RolloutStats, rewards: Rewards | None, engines: int) -> GroupScheduler:
         """Likewise."""
-        self._flight = super().flight(tally, rewards, engines)
-        return self._flight
+        self._scheduler = super().scheduler(stats, rewards, engines)
+        return self._scheduler
 
     def reset(self) -> None:
         """Let the host's state say that no rollout is being aborted any more."""
@@ -228,7 +230,7 @@ class HostRollout(Rollout):
     @property
     def _is_short(self) -> bool:
         """Whether without the group that has just ended more would have to be asked for."""
-        return not self._is_pooled and len(self._ledger.ready) + len(self._flight) + 1 <= self.config.groups
+        return not self._is_pooled and len(self._tracker.ready) + len(self._scheduler) + 1 <= self.config.groups
 
     def _show(self, groups: list[Group]) -> None:
         """Let the host's functions see what the trainer gets, and what the filter has seen."""
@@ -239,8 +241,8 @@ class HostRollout(Rollout):
             self._on_all(self._args, sorted(finished, key=rules.index_of), self._data_source)
 
 
-class _HostLedger(Ledger):
-    """A ledger that knows which samples were made of one, when a group of them comes back."""
+class _HostTracker(GroupTracker):
+    """A tracker that knows which samples were made of one, when a group of them comes back."""
 
     rewards: HostRewards
 

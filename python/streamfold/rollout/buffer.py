@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
+from streamfold._types import SampleLike
 from streamfold.rollout import serialization as archive
-from streamfold.samples.sample import Sample, SampleLike
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     import os

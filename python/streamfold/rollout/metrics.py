@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from typing_extensions import Self
 
-__all__ = ["Tally", "Watch"]
+__all__ = ["EventLoopLag", "RolloutStats"]
 
 _EVERY_SECONDS = 0.01
 _BAR_SECONDS = 0.1
 
 
 @dataclass
-class Tally:
+class RolloutStats:
     """Counts of one rollout, or of a pool since it was last asked.
 
     Attributes:
@@ -73,9 +73,9 @@ class Tally:
 
     def clear(self) -> None:
         """Count from the beginning."""
-        vars(self).update(vars(Tally()))
+        vars(self).update(vars(RolloutStats()))
 
-    def metrics(self, watch: Watch) -> dict[str, float]:
+    def metrics(self, watch: EventLoopLag) -> dict[str, float]:
         """All of it under names with slashes."""
         groups = ("done", "aborted", "put_back", "fresh", "kept", "failed", "stale")
         told: dict[str, float] = {f"groups/{name}": self.groups[name] for name in groups}
@@ -110,7 +110,7 @@ def _lost(notes: Mapping[str, Any]) -> int:
     return lost
 
 
-class Watch:
+class EventLoopLag:
     """Measures seconds, and the longest time in which the event loop could not run; draws the bar meanwhile.
 
     Args:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from streamfold.errors import StreamfoldError
-from streamfold.rollout.metrics import Tally, Watch
+from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.tasks import settled
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from streamfold.rollout.groups import Group, Source
     from streamfold.rollout.rollout import Rollout
-    from streamfold.rollout.scheduler import Flight
+    from streamfold.rollout.scheduler import GroupScheduler
 
 __all__ = ["Pool"]
 
@@ -67,9 +67,9 @@ class Pool:
         if self._most < 1:
             raise ValueError(f"in_flight must be at least 1, not {in_flight}")
         self._rollout = rollout
-        self._tally = Tally()
-        self._ledger = rollout.ledger(source, self._tally, gives_back_all=True)
-        self._flight: Flight | None = None  # None: paused
+        self._stats = RolloutStats()
+        self._tracker = rollout.tracker(source, self._stats, gives_back_all=True)
+        self._scheduler: GroupScheduler | None = None  # None: paused
         self._keeper: asyncio.Task[None] | None = None
         self._error: BaseException | None = _not_open()
         self._wanted = 0  # groups that are being waited for
@@ -82,7 +82,7 @@ class Pool:
         self._turn = asyncio.Lock()  # of those who end what is in flight
         self._news = asyncio.Event()  # for those who wait for groups
         self._work = asyncio.Event()  # for the keeper
-        self._watch = Watch(None, lambda: (0, ""))
+        self._watch = EventLoopLag(None, lambda: (0, ""))
         self._watch.start()
         self._error = None
         self.resume()
@@ -97,7 +97,7 @@ class Pool:
         finally:
             self._error = self._error or _not_open()
             self._watch.stop()
-            self._ledger.return_all()
+            self._tracker.return_all()
             if self._rewards is not None:
                 self._rewards.report()
             self._tell()
@@ -105,12 +105,12 @@ class Pool:
     @property
     def in_flight(self) -> int:
         """Groups in flight."""
-        return 0 if self._flight is None else len(self._flight)
+        return 0 if self._scheduler is None else len(self._scheduler)
 
     @property
     def ready(self) -> int:
         """Finished groups that wait here."""
-        return len(self._ledger.ready)
+        return len(self._tracker.ready)
 
     async def next(self, n: int) -> list[Group]:
         """Wait for ``n`` finished groups and give them, those first that ended first.
@@ -125,19 +125,19 @@ class Pool:
             Exception: what the source or the filter raised. In either case everything has gone back to the source,
                 and the pool is over.
         """
-        ledger = self._ledger
+        tracker = self._tracker
         self._wanted += n
         try:
             await self._wait_for(n)
         finally:
             self._wanted -= n
-        ledger.settle_failed()
-        groups = ledger.ready[:n]
+        tracker.settle_failed()
+        groups = tracker.ready[:n]
         if self._rollout.sample_filter is not None:
             self._rollout.sample_filter(groups)
-        del ledger.ready[:n]
+        del tracker.ready[:n]
         for group in groups:
-            ledger.deliver(group, self.version)
+            tracker.deliver(group, self.version)
         self._fill()
         return groups
 
@@ -149,21 +149,21 @@ class Pool:
         try:
             await self._land()
         finally:
-            self._ledger.settle()
+            self._tracker.settle()
 
     def resume(self) -> None:
         """Go on after :meth:`pause`. What was cut is served first, if the source does so."""
-        if self._flight is None and self._error is None:
-            self._flight = self._rollout.flight(self._tally, self._rewards, self._engines)
-            self._keeper = asyncio.get_running_loop().create_task(self._keep(self._flight), name="streamfold pool")
+        if self._scheduler is None and self._error is None:
+            self._scheduler = self._rollout.scheduler(self._stats, self._rewards, self._engines)
+            self._keeper = asyncio.get_running_loop().create_task(self._keep(self._scheduler), name="streamfold pool")
             self._keeper.add_done_callback(lambda _keeper: self._tell())
 
     def metrics(self) -> dict[str, float]:
         """What has happened since the last time this was asked; names as of a rollout's."""
         retried = self._rollout.client.retried
-        self._tally.retries, self._retried = retried - self._retried, retried
-        told = self._tally.metrics(self._watch)
-        self._tally.clear()
+        self._stats.retries, self._retried = retried - self._retried, retried
+        told = self._stats.metrics(self._watch)
+        self._stats.clear()
         self._watch.restart()
         return told
 
@@ -171,42 +171,42 @@ class Pool:
         """Wait until so many groups are ready, or no more will be."""
         while True:
             await self._check()
-            self._ledger.weed(self.version)
+            self._tracker.weed(self.version)
             self._fill()
             if self.ready >= n:
                 return
             if self._error is not None:
                 continue
-            if self._flight is None or len(self._flight):
+            if self._scheduler is None or len(self._scheduler):
                 await self._news.wait()
-            elif not self._ledger.settle_failed():
+            elif not self._tracker.settle_failed():
                 log.warning("the source ran dry: %d of %d groups", self.ready, n)
                 return
 
-    async def _keep(self, flight: Flight) -> None:
+    async def _keep(self, scheduler: GroupScheduler) -> None:
         """File groups as they end, and begin others."""
         while self._error is None:
             self._fill()
-            ended = await flight.ended()
+            ended = await scheduler.ended()
             if ended is None:
                 self._work.clear()
                 self._tell()
                 await self._work.wait()
                 continue
-            self._ledger.enter(ended)
+            self._tracker.enter(ended)
             if ended.is_cancelled:
                 raise StreamfoldError("somebody has cancelled a task of the pool")
             self._tell()
 
     def _fill(self) -> None:
         """Begin as many groups as there is room for. What the source raises is told by the next call."""
-        flight, ledger = self._flight, self._ledger
+        scheduler, tracker = self._scheduler, self._tracker
         enough = max(self._most, self._wanted)
         try:
-            while flight is not None and len(ledger.ready) < enough and (room := self._most - len(flight)) > 0:
-                taken = ledger.take(room, self.version)
+            while scheduler is not None and len(tracker.ready) < enough and (room := self._most - len(scheduler)) > 0:
+                taken = tracker.take(room, self.version)
                 for group in taken:
-                    flight.start(group, self.version)
+                    scheduler.start(group, self.version)
                 if not taken:
                     break
                 self._work.set()
@@ -219,19 +219,21 @@ class Pool:
 
     async def _check(self) -> None:
         """Raise what has gone wrong, if anything has; the pool is over then."""
-        if self._flight is not None and (self._error is not None or (self._keeper is not None and self._keeper.done())):
+        if self._scheduler is not None and (
+            self._error is not None or (self._keeper is not None and self._keeper.done())
+        ):
             await self._land(now=True)
         if self._error is not None:
-            self._ledger.return_all()
+            self._tracker.return_all()
             raise self._error
 
     async def _land(self, *, now: bool = False) -> None:
         """End what is in flight, and file it."""
         async with self._turn:
-            flight, keeper = self._flight, self._keeper
-            if flight is None or keeper is None:
+            scheduler, keeper = self._scheduler, self._keeper
+            if scheduler is None or keeper is None:
                 return
-            self._flight = None
+            self._scheduler = None
             by_us = keeper.cancel()
             cancelled = await settled([keeper])
             if not keeper.cancelled():
@@ -239,9 +241,9 @@ class Pool:
             elif not by_us:
                 self._error = StreamfoldError("somebody has cancelled the pool's own task")
             try:
-                await flight.abort(now=now or cancelled is not None)
+                await scheduler.abort(now=now or cancelled is not None)
             finally:
-                self._ledger.enter_rest(flight, wanted=True)
+                self._tracker.enter_rest(scheduler, wanted=True)
             if cancelled is not None:
                 raise cancelled
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.rollout import groups as rules
 from streamfold.rollout.config import RolloutConfig
-from streamfold.rollout.metrics import Tally, Watch
+from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.rewards import Rewards
-from streamfold.rollout.scheduler import Flight
-from streamfold.rollout.tracker import Ledger
+from streamfold.rollout.scheduler import GroupScheduler
+from streamfold.rollout.tracker import GroupTracker
 from streamfold.samples.completion import complete
 
 if TYPE_CHECKING:
@@ -109,53 +109,53 @@ class Rollout:
             asyncio.CancelledError: this was cancelled. Likewise; a second cancel ends drains.
             Exception: what the source or a filter raised. Likewise.
         """
-        tally = Tally()
+        stats = RolloutStats()
         rewards = self.rewards()
-        ledger = self.ledger(source, tally)
-        flight = self.flight(tally, rewards, await self.engines())
+        tracker = self.tracker(source, stats)
+        scheduler = self.scheduler(stats, rewards, await self.engines())
         target, retried = self.config.groups, self.client.retried
 
         def state() -> tuple[int, str]:
-            return len(ledger.ready), f"{len(flight)} in flight, {tally.tokens} tokens"
+            return len(tracker.ready), f"{len(scheduler)} in flight, {stats.tokens} tokens"
 
-        with Watch(target if self.config.progress else None, state) as watch:
+        with EventLoopLag(target if self.config.progress else None, state) as watch:
             try:
-                await self._collect(flight, ledger, rollout_id)
-                await flight.abort()
-                ledger.enter_rest(flight)
-                groups = sorted(ledger.ready, key=rules.index_of)
+                await self._collect(scheduler, tracker, rollout_id)
+                await scheduler.abort()
+                tracker.enter_rest(scheduler)
+                groups = sorted(tracker.ready, key=rules.index_of)
                 if self.sample_filter is not None:
                     self.sample_filter(groups)
-                ledger.settle()
+                tracker.settle()
             except BaseException:
                 try:
-                    await flight.abort(now=True)
+                    await scheduler.abort(now=True)
                 finally:
-                    ledger.enter_rest(flight)
-                    ledger.return_all()
+                    tracker.enter_rest(scheduler)
+                    tracker.return_all()
                 raise
             finally:
                 if rewards is not None:
                     rewards.report()
             for group in groups:
-                ledger.deliver(group, rollout_id)
-        tally.retries = self.client.retried - retried
+                tracker.deliver(group, rollout_id)
+        stats.retries = self.client.retried - retried
         if len(groups) < target:
-            tally.is_dry = True
+            stats.is_dry = True
             log.warning("the source ran dry: rollout %d ends with %d of %d groups", rollout_id, len(groups), target)
-        return RolloutResult(groups, tally.metrics(watch))
+        return RolloutResult(groups, stats.metrics(watch))
 
-    async def _collect(self, flight: Flight, ledger: Ledger, rollout_id: int) -> None:
+    async def _collect(self, scheduler: GroupScheduler, tracker: GroupTracker, rollout_id: int) -> None:
         """Keep groups in flight until enough have ended."""
         target = self.config.groups
-        while len(ledger.ready) < target:
-            while not ledger.is_dry and len(ledger.ready) + len(flight) < target:
-                for group in ledger.take(self.config.ask, rollout_id):
-                    flight.start(group, rollout_id)
-            ended = await flight.ended()
+        while len(tracker.ready) < target:
+            while not tracker.is_dry and len(tracker.ready) + len(scheduler) < target:
+                for group in tracker.take(self.config.ask, rollout_id):
+                    scheduler.start(group, rollout_id)
+            ended = await scheduler.ended()
             if ended is None:
                 return
-            ledger.enter(ended)
+            tracker.enter(ended)
             if ended.is_cancelled:
                 raise asyncio.CancelledError
 
@@ -165,21 +165,21 @@ class Rollout:
         """What computes rewards in the running event loop."""
         return None if self._reward is None else Rewards(self._reward, self.config.reward_threads)
 
-    def ledger(self, source: Source, tally: Tally, *, gives_back_all: bool = False) -> Ledger:
-        """A ledger of what is taken from ``source``."""
+    def tracker(self, source: Source, stats: RolloutStats, *, gives_back_all: bool = False) -> GroupTracker:
+        """A tracker of what is taken from ``source``."""
         judged = self._reward is not None
-        return Ledger(source, self.config, self._filter, tally, judged=judged, gives_back_all=gives_back_all)
+        return GroupTracker(source, self.config, self._filter, stats, judged=judged, gives_back_all=gives_back_all)
 
-    def flight(self, tally: Tally, rewards: Rewards | None, engines: int) -> Flight:
+    def scheduler(self, stats: RolloutStats, rewards: Rewards | None, engines: int) -> GroupScheduler:
         """A flight in the running event loop."""
-        return Flight(
+        return GroupScheduler(
             self.config,
             self._generate,
             rewards=rewards,
             at_once=self.config.concurrency * engines,
             abort_engines=self.client.abort_engines,
             on_abort=self._on_abort,
-            tally=tally,
+            stats=stats,
         )
 
     async def engines(self) -> int:
@@ -206,7 +206,7 @@ class _Complete:
         aborted: Callable[[], bool],
     ) -> Any:  # noqa: ANN401
         with self._rank() as rank:
-            headers, extra = self._client.ways.route(getattr(sample, "session_id", None), rank)
+            headers, extra = self._client.engine_spec.route(getattr(sample, "session_id", None), rank)
             return await complete(
                 self._client,
                 sample,

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group
-    from streamfold.rollout.metrics import Tally
+    from streamfold.rollout.metrics import RolloutStats
     from streamfold.rollout.rewards import Rewards
 
-__all__ = ["Ended", "Flight", "Generate", "Pace"]
+__all__ = ["Ended", "Generate", "GroupScheduler", "Pace"]
 
 log = logging.getLogger("streamfold")
 
@@ -91,7 +91,7 @@ class Pace:
             self._left -= 1
 
 
-class Flight:
+class GroupScheduler:
     """Runs groups, each in a task of its own, until it is aborted; then it is over, and another one is needed.
 
     Samples of a group run at the same time, bounded and paced over all groups. Those that are at their end are not
@@ -104,7 +104,7 @@ class Flight:
         at_once: how many samples run at the same time.
         abort_engines: ends everything on the engines, in so many seconds at most.
         on_abort: called when the end begins, before anything is cut.
-        tally: what is counted.
+        stats: what is counted.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Flight:
         at_once: int,
         abort_engines: Callable[[float], Coroutine[Any, Any, object]],
         on_abort: Callable[[], object],
-        tally: Tally,
+        stats: RolloutStats,
     ) -> None:
         self.aborted = False
         self._config = config
@@ -124,7 +124,7 @@ class Flight:
         self._rewards = rewards
         self._abort_engines = abort_engines
         self._on_abort = on_abort
-        self._tally = tally
+        self._stats = stats
         self._loop = asyncio.get_running_loop()
         self._slots = Slots(at_once)
         self._pace = Pace(config.starts_per_ms)
@@ -193,7 +193,7 @@ class Flight:
         if sweeper is not None:
             sweeper.cancel()
             cancelled = await settled([sweeper]) or cancelled
-        self._tally.abort_seconds += self._loop.time() - began
+        self._stats.abort_seconds += self._loop.time() - began
         if cancelled is not None:
             raise cancelled
 
@@ -291,7 +291,7 @@ class Flight:
         if rules.is_finished(sample):
             return sample
         if sample.response_length and not self._config.partial_rollout:
-            self._tally.lost += rules.start_again([sample])
+            self._stats.lost += rules.start_again([sample])
         made = sample
         try:
             made = await self._in_turn(sample, place)
@@ -339,7 +339,7 @@ class Flight:
                 params["sampling_seed"] = self._config.seed + place
             mode = getattr(self._generate, "abort_mode", "server")
             mode = mode(sample) if callable(mode) else mode
-            with self._tally.generating(sample) as counted:
+            with self._stats.generating(sample) as counted:
                 work = self._generate(sample, params, aborted=lambda: self.aborted)
                 made = await self._work.run(work, "request" if mode == "request" else "server")
                 if made is None or made == []:
@@ -382,4 +382,4 @@ class Flight:
             sample.reward = reward
         elif sample.reward is None:
             raise ValueError("the reward function gave None: it must give a reward, or set the sample's")
-        self._tally.rewards += 1
+        self._stats.rewards += 1

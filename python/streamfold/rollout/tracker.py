@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source
-    from streamfold.rollout.metrics import Tally
-    from streamfold.rollout.scheduler import Ended, Flight
+    from streamfold.rollout.metrics import RolloutStats
+    from streamfold.rollout.scheduler import Ended, GroupScheduler
 
     Filter: TypeAlias = Callable[[Group], bool | tuple[bool, str | None]]
 
-__all__ = ["Ledger"]
+__all__ = ["GroupTracker"]
 
 log = logging.getLogger("streamfold")
 
 
-class Ledger:
+class GroupTracker:
     """Takes groups from a source, files them as they end, and gives back what the trainer does not get.
 
     Args:
@@ -31,7 +31,7 @@ class Ledger:
         config: the rules.
         keep: the dynamic filter: whether a finished group is of use, and why not. None: all are.
         judged: whether there are rewards, without which no group is finished.
-        tally: what is counted.
+        stats: what is counted.
         gives_back_all: whether everything goes back, whatever the source is; a pool's does.
 
     Attributes:
@@ -44,7 +44,7 @@ class Ledger:
         source: Source,
         config: RolloutConfig,
         keep: Filter | None,
-        tally: Tally,
+        stats: RolloutStats,
         *,
         judged: bool,
         gives_back_all: bool = False,
@@ -54,7 +54,7 @@ class Ledger:
         self._source = source
         self._config = config
         self._keep = keep
-        self._tally = tally
+        self._stats = stats
         self._judged = judged
         self._gives_back_all = gives_back_all
         self._now = 0
@@ -90,11 +90,11 @@ class Ledger:
         limit = self._config.max_staleness
         if limit is None or now - rules.begun_in(group, now) <= limit:
             return False
-        self._tally.groups["stale"] += 1
-        self._tally.lost += rules.start_again(rules.samples_of(group))
+        self._stats.groups["stale"] += 1
+        self._stats.lost += rules.start_again(rules.samples_of(group))
         return True
 
-    # From the flight.
+    # From the scheduler.
 
     def enter(self, ended: Ended, *, wanted: bool = True) -> None:
         """File a group that has ended. The filter is asked only about those that the trainer may get.
@@ -109,16 +109,16 @@ class Ledger:
                 "have gone back to the source; see the cause"
             ) from self._failed[0].failures[0][1]
 
-    def enter_rest(self, flight: Flight, *, wanted: bool = False) -> None:
+    def enter_rest(self, scheduler: GroupScheduler, *, wanted: bool = False) -> None:
         """File what an aborted flight has not told yet."""
         try:
-            while (ended := flight.take_ended()) is not None:
+            while (ended := scheduler.take_ended()) is not None:
                 self._file(ended, wanted=wanted)  # whether too many have failed is of no matter any more
         except BaseException:
-            self.enter_rest(flight)
+            self.enter_rest(scheduler)
             raise
-        for group, again in flight.abandon():
-            self._tally.lost += rules.start_again(rules.samples_of(again))
+        for group, again in scheduler.abandon():
+            self._stats.lost += rules.start_again(rules.samples_of(again))
             self._forget(group)
             self._open.append(again)
 
@@ -153,8 +153,8 @@ class Ledger:
 
     def deliver(self, group: Group, now: int) -> None:
         """Take note that the trainer gets a group."""
-        self._tally.groups["done"] += 1
-        self._tally.staleness.append(now - rules.begun_in(group, now))
+        self._stats.groups["done"] += 1
+        self._stats.staleness.append(now - rules.begun_in(group, now))
         self._forget(group)
 
     def weed(self, now: int) -> None:
@@ -169,15 +169,15 @@ class Ledger:
         self.settle_failed()
         back: list[Group] = []
         for group in self._open:
-            self._tally.groups["aborted"] += 1
+            self._stats.groups["aborted"] += 1
             if self._goes_back(group):
                 back.append(group)
             else:
-                self._tally.lost += rules.tokens_of(rules.samples_of(group))
+                self._stats.lost += rules.tokens_of(rules.samples_of(group))
                 self._drop(group, "aborted")
         for group in self._surplus:
             if self._config.keep_finished or self._gives_back_all:
-                self._tally.groups["kept"] += 1
+                self._stats.groups["kept"] += 1
                 back.append(group)
             else:
                 self._drop(group, "surplus")
@@ -190,7 +190,7 @@ class Ledger:
         failed, self._failed = self._failed, []
         for group in (ended.group for ended in failed):
             samples = rules.samples_of(group)
-            self._tally.groups["failed"] += 1
+            self._stats.groups["failed"] += 1
             rules.note((rules.open_ones(group) or samples)[0], failures=1)
             if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
                 back.append(group)
@@ -206,7 +206,7 @@ class Ledger:
 
     def return_all(self) -> None:
         """Give everything back that was taken and that the trainer did not get."""
-        self._tally.groups["aborted"] += len(self._open)
+        self._stats.groups["aborted"] += len(self._open)
         back = [*(ended.group for ended in self._failed), *self._open, *self._surplus, *self.ready]
         self._failed, self._open, self._surplus, self.ready = [], [], [], []
         self._give_back(back)
@@ -233,14 +233,14 @@ class Ledger:
                 again = []
             elif not self._config.partial_rollout and not self._config.keep_finished:
                 again = rules.samples_of(group)
-            self._tally.lost += rules.start_again(again)
-            self._tally.kept += rules.tokens_of(unfinished)
-            self._tally.groups["put_back"] += 1
-            self._tally.groups["fresh"] += not rules.is_begun(group)
+            self._stats.lost += rules.start_again(again)
+            self._stats.kept += rules.tokens_of(unfinished)
+            self._stats.groups["put_back"] += 1
+            self._stats.groups["fresh"] += not rules.is_begun(group)
         rules.stamp(group, self._now)
 
     def _drop(self, group: Group, reason: str) -> None:
-        self._tally.dropped[reason] += 1
+        self._stats.dropped[reason] += 1
         self._forget(group)
 
     def _forget(self, group: Group) -> None:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from streamfold._core import Generation
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
+from streamfold.samples.merging import check_ready, merge
 from streamfold.samples.reset import note
-from streamfold.samples.sample import check_ready, merge
 from streamfold.samples.stopping import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from streamfold._types import SampleLike, Tokenizer
     from streamfold.client.client import Client
-    from streamfold.samples.detokenizer import Tokenizer
-    from streamfold.samples.sample import Sample, SampleLike
+    from streamfold.samples.sample import Sample
 
 __all__ = ["Resume", "complete", "complete_all"]
 
@@ -98,11 +98,11 @@ async def complete(
         asyncio.CancelledError: somebody cancelled this. What had arrived is in the sample, which is ABORTED, unless
             the engine was faster.
     """
-    params = client.ways.canonical(sampling_params)
+    params = client.engine_spec.normalize_params(sampling_params)
     ending = Ending(
         sample=sample,
         params=params,
-        ways=client.ways,
+        engine_spec=client.engine_spec,
         tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
         ends=set() if stop_ids is None else stop_ids,
         has_experts=client.experts is not None,
@@ -191,7 +191,7 @@ class _Completion:
             )
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
         expects = expects_top_p(self.params)
-        told_anyway = has_top_p and self.client.ways.tells_unasked
+        told_anyway = has_top_p and self.client.engine_spec.sends_unrequested_side_data
         if sample.response_length and expects != has_top_p and not told_anyway:
             raise ValueError(
                 "a part of the response has top-p ids and the rest would not: ask for them always, or never"
@@ -249,7 +249,7 @@ class _Completion:
         """
         if self.on_generation is not None:
             self.on_generation(generation)
-        if self.client.experts is None and self.client.ways.tells_unasked:
+        if self.client.experts is None and self.client.engine_spec.sends_unrequested_side_data:
             generation = _without_experts(generation)
         sample, more = self.sample, len(generation.token_ids)
         ended = generation.finish_reason in ("stop", "length")

@@ -6,24 +6,17 @@ its first half is held back by one call and looked at as a part of the prompt by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from streamfold.samples.sample import SampleLike
+    from streamfold._types import SampleLike, Tokenizer
 
-__all__ = ["Stop", "Tokenizer", "has_stopped_at", "where_stopped", "whole_text"]
+__all__ = ["Stop", "has_stopped_at", "where_stopped", "whole_text"]
 
 _CONTEXT: Final = 5  # tokens of the prompt that decide how the first ones of a response are written
 _LOOK_BACK: Final = 16  # characters of the engine's text that have to agree with ours
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Turn ids into text."""
 
 
 class Stop(NamedTuple):

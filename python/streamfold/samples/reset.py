@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
-    from streamfold.samples.sample import SampleLike
+    from streamfold._types import SampleLike
 
 __all__ = ["KNOWN_TEXT", "TURN", "note", "restart", "rewind"]
 

@@ -10,9 +10,8 @@ from streamfold.samples.reset import KNOWN_TEXT, TURN, note, restart, rewind
 
 if TYPE_CHECKING:
     from streamfold._core import Generation
-    from streamfold.engines.base import Engine
-    from streamfold.samples.detokenizer import Tokenizer
-    from streamfold.samples.sample import SampleLike
+    from streamfold._types import SampleLike, Tokenizer
+    from streamfold.engines.base import EngineSpec
 
 __all__ = ["Ending", "Outlook"]
 
@@ -32,7 +31,7 @@ class Ending:
     Args:
         sample: ours or a host's.
         params: the sampling parameters for the whole response.
-        ways: the engine's.
+        engine_spec: the engine's.
         tokenizer: makes text of ids.
         ends: tokens that end any response; added to.
         has_experts: whether routed experts are asked for.
@@ -40,7 +39,7 @@ class Ending:
 
     sample: SampleLike
     params: dict[str, Any]
-    ways: Engine
+    engine_spec: EngineSpec
     tokenizer: Tokenizer | None
     ends: set[int]
     has_experts: bool
@@ -92,7 +91,7 @@ class Ending:
         end, params = generation.matched, self.params
         if self._has_grammar:  # which ends with any token, and that is then named
             return
-        unnamed = not (self.ways.ends_by_name or params.get("stop") or params.get("ignore_eos"))
+        unnamed = not (self.engine_spec.reports_stop_token or params.get("stop") or params.get("ignore_eos"))
         if unnamed and end is None and generation.finish_reason == "stop" and len(generation.token_ids):
             end = int(generation.token_ids[-1])
         if isinstance(end, int) and end not in (params.get("stop_token_ids") or ()):
@@ -142,7 +141,7 @@ class Ending:
         """What a cut response amounts to, if it has come to its end all the same."""
         limit = self.params.get("max_new_tokens")
         full = isinstance(limit, int) and self.sample.response_length >= limit
-        if full and (self._has_nothing or self.ways.budget_first):
+        if full and (self._has_nothing or self.engine_spec.length_before_stop):
             return "TRUNCATED"
         if not self._has_nothing and (self._has_end_token or stop.end is not None):
             return "COMPLETED"
@@ -168,26 +167,30 @@ class Ending:
         given = set(self.params.get("stop_token_ids") or ())
         if not self.params.get("ignore_eos"):
             return self.ends | given
-        return set() if self.ways.ignores_given_ends else given
+        return set() if self.engine_spec.ignores_given_ends else given
 
     @property
     def _hidden_end(self) -> int | None:
         """The last token, if it is an end that no text shows: one the engine names, or leaves out of its own text."""
-        last, ways = self.sample.tokens[-1], self.ways
-        hides = ways.ends_by_name or ways.tells_text or last in (self.params.get("stop_token_ids") or ())
+        last, engine_spec = self.sample.tokens[-1], self.engine_spec
+        hides = (
+            engine_spec.reports_stop_token
+            or engine_spec.tells_text
+            or last in (self.params.get("stop_token_ids") or ())
+        )
         return last if hides and last in self._end_tokens else None
 
     def _stop(self) -> Stop:
         """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
-        sample, params, ways = self.sample, self.params, self.ways
+        sample, params, engine_spec = self.sample, self.params, self.engine_spec
         if self._has_nothing or not params.get("stop"):
             return Stop(None, within=False)
         unknown = Stop(None, within=True)
-        if ways.stops_after_minimum and params.get("min_new_tokens"):
+        if engine_spec.stops_after_minimum and params.get("min_new_tokens"):
             return unknown
         begins = self._turn[1]
         text = sample.response[begins:]
-        lags = ways.text_lags and not params.get("no_stop_trim")
+        lags = engine_spec.delays_text and not params.get("no_stop_trim")
         # Without a text of the engine's, or without its end, nothing is known.
         stop = unknown if lags or not text else has_stopped_at(text, params, whole=False)
         has_borders = KNOWN_TEXT in (sample.metadata or {})
@@ -221,8 +224,8 @@ class Ending:
             known=known,
             last=last,
             matched=matched,
-            alone=alone or not self.ways.tells_text,
-            lags=self.ways.text_lags,
+            alone=alone or not self.engine_spec.tells_text,
+            lags=self.engine_spec.delays_text,
         )
 
     @property

@@ -1,0 +1,85 @@
+"""SGLang: how to ask its native ``/generate``, abort a request and read the load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from streamfold.engines.base import EngineSpec, asks_top_p, check_finite, read_json, with_extra
+from streamfold.errors import EngineError, quote
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from streamfold.engines.base import Ids, Post, RequestOptions
+
+__all__ = ["Sglang"]
+
+
+class Sglang(EngineSpec):
+    """SGLang's native ``/generate``, 0.5.11 and newer, directly or behind a router."""
+
+    name = "sglang"
+    dialect = "sglang"  # the parser detects cumulative or incremental streams
+    path = "/generate"
+    rid_key = "rid"
+    loads = ("/v1/loads?include=core",)
+    length_before_stop = True
+    ignores_given_ends = True
+
+    def payload(
+        self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: RequestOptions
+    ) -> dict[str, Any]:
+        """Build the payload of ``/generate``."""
+        params = check_finite(sampling_params)
+        if asked.top_p:
+            params["custom_params"] = {**(params.get("custom_params") or {}), "return_top_p_token_ids": True}
+        payload: dict[str, Any] = {"rid": asked.rid}
+        if input_ids is not None:
+            payload["input_ids"] = input_ids
+        payload |= {"sampling_params": params, "stream": True, "return_logprob": asked.logprobs}
+        if asked.experts is not None:
+            payload["return_routed_experts"] = True
+            if asked.experts.dtype != "int32":
+                payload["routed_experts_dtype"] = asked.experts.dtype
+            if asked.experts_start:
+                payload["routed_experts_start_len"] = asked.experts_start
+        return with_extra(payload, asked.extra)
+
+    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """A header for the router; a payload key for the engine (0.5.10 and newer)."""
+        headers = {} if session is None else {"X-SMG-Routing-Key": session}
+        return headers, {} if dp_rank is None else {"routed_dp_rank": dp_rank}
+
+    def hint(self, status: int) -> str:
+        """For a 404: check the path, or let ``engine="auto"`` detect the server."""
+        return f"does the server have {self.path}? engine='auto' detects the engine" if status == 404 else ""
+
+    def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
+        """Whether routed experts or top-p ids were requested: an aborted stream sends them in its terminal event."""
+        return asks_top_p(payload["sampling_params"]) or bool(payload.get("return_routed_experts"))
+
+    def aborts(self, rid: str) -> Sequence[Post]:
+        """One POST; the engine matches ``rid`` by prefix."""
+        return [("/abort_request", {"rid": rid})]
+
+    def aborts_all(self) -> Sequence[Post]:
+        """One POST."""
+        return [("/abort_request", {"abort_all": True})]
+
+    def read_load(self, reply: bytes) -> int:
+        """Sum over the data-parallel ranks."""
+        report = read_json(reply)
+        loads = report.get("loads", [report]) if isinstance(report, dict) else report
+        if not isinstance(loads, list):
+            raise EngineError(f"the engine's load is of an unknown shape: {quote(reply)}")
+        return sum(_requests(load) for load in loads)
+
+
+def _requests(load: object) -> int:
+    """Requests of one rank: the total if it is reported, otherwise running plus waiting ones."""
+    if isinstance(load, dict):
+        for keys in (("num_total_reqs",), ("num_reqs",), ("num_running_reqs", "num_waiting_reqs")):
+            counts = [load.get(key) for key in keys]
+            if all(isinstance(count, int) for count in counts):
+                return sum(cast("list[int]", counts))
+    raise EngineError(f"the engine's load is of an unknown shape: {repr(load)[:200]}")
