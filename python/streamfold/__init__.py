@@ -1,4 +1,4 @@
-"""The client side of LLM rollouts: folds streamed generations into training samples, losing nothing."""
+"""The client side of LLM rollouts: streams generations from SGLang and vLLM into training samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
+    from streamfold._types import SampleLike, Tokenizer
     from streamfold.rollout.buffer import Buffer
     from streamfold.rollout.config import RolloutConfig
+    from streamfold.rollout.groups import Group, Source, prompt_groups
     from streamfold.rollout.pool import Pool
     from streamfold.rollout.rollout import Rollout, RolloutResult
     from streamfold.samples.completion import complete
@@ -29,6 +31,7 @@ __all__ = [
     "EngineTimeout",
     "Experts",
     "Generation",
+    "Group",
     "Limits",
     "Parser",
     "Pool",
@@ -38,24 +41,33 @@ __all__ = [
     "RolloutResult",
     "Running",
     "Sample",
+    "SampleLike",
+    "Source",
     "StreamTruncated",
     "StreamfoldError",
     "Timeouts",
+    "Tokenizer",
     "__version__",
     "complete",
     "merge",
+    "prompt_groups",
 ]
 
-# The loop's parts are loaded when they are asked for: a parser or a client needs none of them, and starts sooner.
+# Loaded on first access: a program that needs only a parser or a client starts sooner.
 _LATER = {
     "Buffer": "rollout.buffer",
+    "Group": "rollout.groups",
     "Pool": "rollout.pool",
     "Rollout": "rollout.rollout",
     "RolloutConfig": "rollout.config",
     "RolloutResult": "rollout.rollout",
     "Sample": "samples.sample",
+    "SampleLike": "_types",
+    "Source": "rollout.groups",
+    "Tokenizer": "_types",
     "complete": "samples.completion",
     "merge": "samples.merging",
+    "prompt_groups": "rollout.groups",
 }
 
 
