@@ -6,7 +6,8 @@ use base64_simd::STANDARD;
 use bytemuck::Pod;
 
 use crate::error::{ErrorKind, Flaw};
-use crate::json::{Cursor, Peek, RawStr, Result as JsonResult, Span};
+use crate::json::{Cursor, Peek, Result as JsonResult};
+use crate::span::{RawStr, Span};
 use crate::text::unescape;
 
 #[cfg(not(target_endian = "little"))]

@@ -3,8 +3,8 @@
 use crate::arrays::NO_TOKEN;
 use crate::error::{ErrorKind, Flaw};
 use crate::field::Field;
-use crate::json::RawStr;
-use crate::parser::{Clamped, Options};
+use crate::options::{Clamped, Options};
+use crate::span::RawStr;
 use crate::text::decode;
 
 /// What engines write for minus infinity: the smallest float32, and vLLM's own.

@@ -2,7 +2,8 @@
 
 use crate::error::EngineFault;
 use crate::field::Field;
-use crate::json::{Cursor, RawStr, Span};
+use crate::json::Cursor;
+use crate::span::{RawStr, Span};
 use crate::text::{decode, label};
 
 /// The keys at the top of an event that errors are told by.

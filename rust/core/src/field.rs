@@ -4,7 +4,8 @@
 //! a wrong type is noted here and reported later, when its turn comes.
 
 use crate::generation::Matched;
-use crate::json::{Cursor, Peek, RawStr, Result, Span};
+use crate::json::{Cursor, Peek, Result};
+use crate::span::{RawStr, Span};
 use crate::text::decode;
 
 /// What stands under a key.

@@ -1,5 +1,6 @@
 //! What one call produced, and the buffers it grows in.
 
+use crate::memory::grow;
 use crate::meta::Meta;
 use crate::text::unescape;
 
@@ -72,11 +73,6 @@ pub struct VersionSpan {
     pub start: usize,
     /// Behind the last token.
     pub end: usize,
-}
-
-/// Make room by a sixteenth at least, so that little is held in vain and growing stays linear.
-pub(crate) fn grow<T>(buffer: &mut Vec<T>, more: usize) -> bool {
-    buffer.capacity() - buffer.len() >= more || buffer.try_reserve_exact(more.max(buffer.len() / 16)).is_ok()
 }
 
 /// What one HTTP call produced.

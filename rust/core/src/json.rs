@@ -9,6 +9,7 @@
 //! by way of values. The input is UTF-8 already, checked once for the whole event.
 
 use crate::number::{Number, WHOLE_POWERS_OF_TEN, leading_digits};
+use crate::span::{RawStr, Span};
 use crate::text::{hex4, plain_end};
 
 /// Root value included.
@@ -33,48 +34,6 @@ pub(crate) enum Peek {
     String,
     Array,
     Object,
-}
-
-/// The largest event whose places fit in a [`Span`].
-pub(crate) const MAX_EVENT: usize = u32::MAX as usize;
-
-/// A part of the event's data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Span {
-    start: u32,
-    end: u32,
-}
-
-impl Span {
-    pub(crate) const NOWHERE: Self = Self { start: 0, end: 0 };
-
-    #[inline]
-    #[allow(clippy::cast_possible_truncation, reason = "no event is larger than MAX_EVENT")]
-    pub(crate) fn new(start: usize, end: usize) -> Self {
-        Self { start: start as u32, end: end as u32 }
-    }
-
-    #[inline]
-    pub(crate) fn start(self) -> usize {
-        self.start as usize
-    }
-
-    #[inline]
-    pub(crate) fn end(self) -> usize {
-        self.end as usize
-    }
-
-    #[inline]
-    pub(crate) fn of(self, data: &[u8]) -> &[u8] {
-        &data[self.start()..self.end()]
-    }
-}
-
-/// A string as it stands on the wire, without its quotes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RawStr {
-    pub span: Span,
-    pub has_escapes: bool,
 }
 
 /// Walks over JSON text.

@@ -6,7 +6,8 @@
 
 use std::ops::Range;
 
-use crate::json::{Cursor, Result, Span};
+use crate::json::{Cursor, Result};
+use crate::span::Span;
 use crate::text::name as plain_name;
 
 /// The keys of a dialect that mean something.

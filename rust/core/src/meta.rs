@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::json::Span;
+use crate::span::Span;
 use crate::text::plain;
 
 /// One member of an event that no field of the generation holds.

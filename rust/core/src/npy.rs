@@ -6,8 +6,8 @@
 use crate::arrays::{base64_array, damaged};
 use crate::error::{ErrorKind, Flaw};
 use crate::generation::RoutedExperts;
-use crate::json::RawStr;
-use crate::parser::Dtype;
+use crate::options::Dtype;
+use crate::span::RawStr;
 
 /// An array with its shape, in C order.
 #[derive(Debug)]

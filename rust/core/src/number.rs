@@ -1,6 +1,6 @@
 //! Numbers on the wire, and the doubles nearest to them.
 
-use crate::json::Span;
+use crate::span::Span;
 
 /// A number as it stands on the wire.
 #[derive(Debug, Clone, Copy)]

@@ -8,6 +8,8 @@ mod checks;
 mod counts;
 mod fields;
 mod keys;
+mod mode;
+mod paths;
 mod reader;
 mod side;
 mod staged;
@@ -16,28 +18,14 @@ use crate::checks::prompt_tokens;
 use crate::error::{EngineFault, ErrorKind, Flaw, Refusal};
 use crate::field::{List, RawMatched};
 use crate::generation::{FinishReason, Growing};
-use crate::parser::Options;
+use crate::options::Options;
 use crate::sglang::counts::{Counts, Shape, Step, told};
 use crate::sglang::fields::{Fields, Finish};
+pub(crate) use crate::sglang::mode::Mode;
 use crate::sglang::reader::read;
 use crate::sglang::staged::{Elements, Staged};
 use crate::side::{Arrivals, Version};
 use crate::text::decode;
-
-const PAIRS: &str = "meta_info.output_token_logprobs";
-const IDS: &str = "output_ids";
-const LENGTH: &str = "meta_info.output_token_logprobs_length";
-const COMPLETION: &str = "meta_info.completion_tokens";
-const FINISH: &str = "meta_info.finish_reason";
-
-/// Whether each event repeats the whole response or holds only what is new.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mode {
-    /// Not known yet; the first event that can decide does.
-    Unknown,
-    Cumulative,
-    Incremental,
-}
 
 /// The state of one stream.
 pub(crate) struct Sglang {

@@ -3,8 +3,9 @@
 use crate::arrays::{damaged, next_tokens};
 use crate::error::Flaw;
 use crate::generation::{Growing, RoutedExperts, TopP, VersionSpan};
-use crate::json::{Cursor, Peek, Span};
-use crate::parser::Options;
+use crate::json::{Cursor, Peek};
+use crate::options::Options;
+use crate::span::Span;
 use crate::text::{decode, label};
 
 /// The tokens that side data must fit.

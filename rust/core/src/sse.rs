@@ -5,8 +5,8 @@
 //! where it lies; only what a read cuts is copied.
 
 use crate::error::{Error, ErrorKind, ParseError};
-use crate::generation::grow;
-use crate::json::MAX_EVENT;
+use crate::memory::grow;
+use crate::span::MAX_EVENT;
 
 const BOM: [u8; 3] = [0xEF, 0xBB, 0xBF];
 const BOM_PAST: usize = BOM.len();

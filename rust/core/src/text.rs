@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::json::{RawStr, Span};
+use crate::span::{RawStr, Span};
 
 /// Where the next quote, backslash or control character stands, or the end.
 #[inline]

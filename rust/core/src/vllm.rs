@@ -4,6 +4,7 @@
 //! `choices` and the finish reason, index, id and types, counts, ids beside logprobs, ids, logprobs, side data. Only
 //! when all have passed is anything changed.
 
+mod api;
 mod checks;
 mod fields;
 mod keys;
@@ -14,44 +15,13 @@ mod staged;
 
 use crate::error::{ErrorKind, Flaw, Refusal};
 use crate::generation::{FinishReason, Growing, Matched};
-use crate::parser::Options;
+use crate::options::Options;
 use crate::side::{Arrivals, SideData, Version};
 use crate::text::{decode, name};
+pub(crate) use crate::vllm::api::Api;
 use crate::vllm::fields::Fields;
 use crate::vllm::reader::read;
 use crate::vllm::staged::Staged;
-
-/// Which of vLLM's ways to ask for tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Api {
-    /// `/inference/v1/generate`.
-    Generate,
-    /// `/v1/completions` with `return_token_ids`.
-    Completions,
-}
-
-impl Api {
-    /// Where the request's id stands.
-    fn id_path(self) -> &'static str {
-        match self {
-            Self::Generate => "request_id",
-            Self::Completions => "id",
-        }
-    }
-
-    /// The list that holds a logprob for each token.
-    fn list_path(self) -> &'static str {
-        match self {
-            Self::Generate => "choices[0].logprobs.content",
-            Self::Completions => "choices[0].logprobs.token_logprobs",
-        }
-    }
-
-    fn logprob_path(self, index: usize) -> String {
-        let member = if self == Self::Generate { ".logprob" } else { "" };
-        format!("{}[{index}]{member}", self.list_path())
-    }
-}
 
 /// The state of one stream.
 pub(crate) struct Vllm {

@@ -5,11 +5,11 @@ use crate::checks::{self, excerpt};
 use crate::error::{ErrorKind, Flaw};
 use crate::field::List;
 use crate::generation::{FinishReason, Generation};
-use crate::parser::Options;
+use crate::options::Options;
 use crate::sglang::counts::{Shape, Step};
 use crate::sglang::fields::{Fields, Finish};
+use crate::sglang::paths::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
 use crate::sglang::staged::{Elements, Staged, pair_at};
-use crate::sglang::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
 
 /// `meta_info` and the finish type.
 pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {

@@ -6,10 +6,11 @@
 
 use crate::error::{ErrorKind, Flaw};
 use crate::field::{Field, List};
-use crate::parser::Options;
+use crate::options::Options;
 use crate::sglang::fields::Fields;
+use crate::sglang::mode::Mode;
+use crate::sglang::paths::{COMPLETION, IDS, LENGTH, PAIRS};
 use crate::sglang::staged::Elements;
-use crate::sglang::{COMPLETION, IDS, LENGTH, Mode, PAIRS};
 
 /// How the event's list extends the tokens kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

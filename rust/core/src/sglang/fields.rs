@@ -3,7 +3,7 @@
 use crate::faults::ErrorKeys;
 use crate::field::{Field, List, RawMatched};
 use crate::generation::FinishReason;
-use crate::json::{RawStr, Span};
+use crate::span::{RawStr, Span};
 
 /// What a finish reason says.
 #[derive(Clone, Copy, Debug)]

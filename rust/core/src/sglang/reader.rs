@@ -3,11 +3,12 @@
 use crate::arrays::{NO_TOKEN, next_token, next_tokens};
 use crate::field::{Field, List, Value};
 use crate::generation::FinishReason;
-use crate::json::{Cursor, NotJson, Peek, Result, Span};
+use crate::json::{Cursor, NotJson, Peek, Result};
 use crate::meta::Member;
 use crate::sglang::fields::{Fields, Finish};
 use crate::sglang::keys::{Key, Level};
 use crate::sglang::staged::Staged;
+use crate::span::Span;
 use crate::text::name;
 
 /// Read one event, to its last byte; or where it is not JSON, and why.

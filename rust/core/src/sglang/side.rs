@@ -4,10 +4,10 @@ use crate::arrays::{base64_array, base64_length, damaged, int32_array};
 use crate::error::Flaw;
 use crate::field::Value;
 use crate::generation::{Generation, RoutedExperts, TopP};
-use crate::json::{RawStr, Span};
-use crate::parser::{Dtype, Options};
+use crate::options::{Dtype, Options};
 use crate::sglang::fields::Fields;
 use crate::side::{Arrivals, ExpertShape, Masks, SideData, check_range, sampling_mask, versions};
+use crate::span::{RawStr, Span};
 use crate::text::decode;
 
 const EXPERTS: &str = "meta_info.routed_experts";

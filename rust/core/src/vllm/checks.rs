@@ -6,9 +6,9 @@ use crate::error::{ErrorKind, Flaw};
 use crate::field::{Field, List};
 use crate::generation::FinishReason;
 use crate::json::Cursor;
-use crate::parser::Options;
+use crate::options::Options;
 use crate::text::{decode, name};
-use crate::vllm::Api;
+use crate::vllm::api::Api;
 use crate::vllm::fields::Fields;
 use crate::vllm::staged::Staged;
 

@@ -2,7 +2,7 @@
 
 use crate::faults::ErrorKeys;
 use crate::field::{Field, List, RawMatched};
-use crate::json::{RawStr, Span};
+use crate::span::{RawStr, Span};
 use crate::text::name;
 
 /// One event.

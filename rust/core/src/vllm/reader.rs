@@ -2,10 +2,11 @@
 
 use crate::arrays::next_tokens;
 use crate::field::{Field, List, Value};
-use crate::json::{Cursor, NotJson, Peek, Result, Span};
+use crate::json::{Cursor, NotJson, Peek, Result};
 use crate::meta::Member;
+use crate::span::Span;
 use crate::text::name;
-use crate::vllm::Api;
+use crate::vllm::api::Api;
 use crate::vllm::fields::{Choice, Fields, Logprobs, Usage};
 use crate::vllm::keys::{Key, Level};
 use crate::vllm::logprobs::{next_entries, next_logprobs, next_names};

@@ -3,10 +3,10 @@
 use crate::arrays::damaged;
 use crate::error::Flaw;
 use crate::generation::{Generation, RoutedExperts};
-use crate::json::{RawStr, Span};
 use crate::npy::base64_npy;
-use crate::parser::Options;
+use crate::options::Options;
 use crate::side::{Arrivals, ExpertShape, Masks, SideData, check_range, sampling_mask, versions};
+use crate::span::{RawStr, Span};
 use crate::vllm::fields::Fields;
 
 const EXPERTS: &str = "choices[0].routed_experts";
