@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use base64_simd::STANDARD;
 use bytemuck::Pod;
 
-use crate::error::{ErrorKind, Flaw};
+use crate::error::{ErrorKind, EventError};
 use crate::json::{Cursor, Peek, Result as JsonResult};
 use crate::span::{RawStr, Span};
 use crate::text::unescape;
@@ -57,24 +57,24 @@ pub(crate) fn element_at(data: &[u8], start: usize, index: usize) -> usize {
 }
 
 /// A list of ids that came with the tokens, as base64 of int32 or as a JSON list; ids below 0 are refused.
-pub(crate) fn int32_array(data: &[u8], value: Span, path: &'static str) -> Result<Vec<i32>, Flaw> {
+pub(crate) fn int32_array(data: &[u8], value: Span, path: &'static str) -> Result<Vec<i32>, EventError> {
     let mut cursor = Cursor::over(data, value);
     let at = value.start();
-    let ids = match cursor.peek().map_err(|_| damaged(at, path, "no array"))? {
+    let ids = match cursor.peek().map_err(|_| metadata_error(at, path, "no array"))? {
         Peek::String => {
-            let text = cursor.next_string().map_err(|_| damaged(at, path, "no string"))?;
+            let text = cursor.next_string().map_err(|_| metadata_error(at, path, "no string"))?;
             base64_array::<i32>(data, text, None, path)?
         }
         Peek::Array => {
             let mut ids = Vec::new();
             let listed = if cursor.next_array() { next_tokens(&mut cursor, 3, &mut ids) } else { Ok(0) };
-            listed.map_err(|_| damaged(at, path, "no list"))?;
+            listed.map_err(|_| metadata_error(at, path, "no list"))?;
             ids
         }
-        _ => return Err(damaged(at, path, "an array was expected: base64 of int32, or a list")),
+        _ => return Err(metadata_error(at, path, "an array was expected: base64 of int32, or a list")),
     };
     if let Some(index) = ids.iter().position(|&id| id < 0) {
-        return Err(damaged(at, path, format!("entry {index} is no integer in 0 … 2147483647")));
+        return Err(metadata_error(at, path, format!("entry {index} is no integer in 0 … 2147483647")));
     }
     Ok(ids)
 }
@@ -87,31 +87,32 @@ pub(crate) fn base64_array<T: Pod>(
     text: RawStr,
     expected: Option<(usize, &str)>,
     path: &'static str,
-) -> Result<Vec<T>, Flaw> {
+) -> Result<Vec<T>, EventError> {
     let at = text.span.start();
     let encoded = plain(data, text);
-    let bytes =
-        STANDARD.decoded_length(&encoded).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
+    let bytes = STANDARD
+        .decoded_length(&encoded)
+        .map_err(|_| metadata_error(at, path, "not base64, padded and without blanks"))?;
     let size = size_of::<T>();
     if let Some((count, why)) = expected
         && count.checked_mul(size) != Some(bytes)
     {
-        return Err(damaged(
+        return Err(metadata_error(
             at,
             path,
             format!("{bytes} bytes, but {count} numbers of {size} bytes were expected: {why}"),
         ));
     }
     if !bytes.is_multiple_of(size) {
-        return Err(damaged(at, path, format!("{bytes} bytes are no whole number of {size}-byte numbers")));
+        return Err(metadata_error(at, path, format!("{bytes} bytes are no whole number of {size}-byte numbers")));
     }
     let mut numbers = Vec::new();
-    numbers
-        .try_reserve_exact(bytes / size)
-        .map_err(|_| Flaw::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {bytes} bytes")))?;
+    numbers.try_reserve_exact(bytes / size).map_err(|_| {
+        EventError::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {bytes} bytes"))
+    })?;
     numbers.resize(bytes / size, T::zeroed());
     let target = base64_simd::Out::from_slice(bytemuck::cast_slice_mut(&mut numbers));
-    STANDARD.decode(&encoded, target).map_err(|_| damaged(at, path, "not base64, padded and without blanks"))?;
+    STANDARD.decode(&encoded, target).map_err(|_| metadata_error(at, path, "not base64, padded and without blanks"))?;
     Ok(numbers)
 }
 
@@ -130,6 +131,6 @@ fn plain(data: &[u8], text: RawStr) -> Cow<'_, [u8]> {
     }
 }
 
-pub(crate) fn damaged(at: usize, path: &'static str, message: impl Into<Cow<'static, str>>) -> Flaw {
-    Flaw::new(ErrorKind::Metadata, at, path, message)
+pub(crate) fn metadata_error(at: usize, path: &'static str, message: impl Into<Cow<'static, str>>) -> EventError {
+    EventError::new(ErrorKind::Metadata, at, path, message)
 }

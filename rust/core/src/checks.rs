@@ -1,7 +1,7 @@
 //! What is checked of an event in every dialect.
 
 use crate::arrays::NO_TOKEN;
-use crate::error::{ErrorKind, Flaw};
+use crate::error::{ErrorKind, EventError};
 use crate::field::Field;
 use crate::options::{Clamped, Options};
 use crate::span::RawStr;
@@ -14,27 +14,27 @@ const CLAMPED: [f64; 2] = [-3.402_823_466_385_288_6e38, -9999.0];
 pub(crate) type Typed = (bool, usize, &'static str, &'static str);
 
 /// The first field of a wrong type is a flaw.
-pub(crate) fn types(fields: &[Typed]) -> Result<(), Flaw> {
+pub(crate) fn types(fields: &[Typed]) -> Result<(), EventError> {
     match fields.iter().find(|(is_wrong, ..)| *is_wrong) {
-        Some(&(_, at, path, message)) => Err(Flaw::new(ErrorKind::Schema, at, path, message)),
+        Some(&(_, at, path, message)) => Err(EventError::new(ErrorKind::Schema, at, path, message)),
         None => Ok(()),
     }
 }
 
 /// One stream is one generation.
-pub(crate) fn index(index: &Field<u64>, path: &'static str) -> Result<(), Flaw> {
+pub(crate) fn index(index: &Field<u64>, path: &'static str) -> Result<(), EventError> {
     if index.is_wrong() || index.get().is_some_and(|index| index != 0) {
         let message =
             "this stream holds several requests; ask for n = 1 and one prompt, and read each stream by itself";
-        return Err(Flaw::new(ErrorKind::Schema, index.at(), path, message));
+        return Err(EventError::new(ErrorKind::Schema, index.at(), path, message));
     }
     Ok(())
 }
 
 /// One stream is one request.
-pub(crate) fn id(data: &[u8], id: &Field<RawStr>, known: Option<&str>, path: &'static str) -> Result<(), Flaw> {
+pub(crate) fn id(data: &[u8], id: &Field<RawStr>, known: Option<&str>, path: &'static str) -> Result<(), EventError> {
     if id.is_wrong() {
-        return Err(Flaw::new(ErrorKind::Schema, id.at(), path, "a string was expected"));
+        return Err(EventError::new(ErrorKind::Schema, id.at(), path, "a string was expected"));
     }
     let (Some(now), Some(before)) = (id.get(), known) else { return Ok(()) };
     if !now.has_escapes && now.span.of(data) == before.as_bytes() {
@@ -45,26 +45,26 @@ pub(crate) fn id(data: &[u8], id: &Field<RawStr>, known: Option<&str>, path: &'s
         return Ok(());
     }
     let message = format!("it was {before:?} and is {now:?}: the events of two requests are mixed");
-    Err(Flaw::new(ErrorKind::Schema, id.at(), path, message))
+    Err(EventError::new(ErrorKind::Schema, id.at(), path, message))
 }
 
 /// The prompt has as many tokens as were sent.
-pub(crate) fn prompt_tokens(told: &Field<u64>, options: &Options, path: &'static str) -> Result<(), Flaw> {
-    match (told.get(), options.prompt_len) {
+pub(crate) fn prompt_tokens(reported: &Field<u64>, options: &Options, path: &'static str) -> Result<(), EventError> {
+    match (reported.get(), options.prompt_len) {
         (Some(count), Some(sent)) if count != sent => {
-            let message = format!("the engine counts {count} tokens in the prompt, {sent} were sent");
-            Err(Flaw::new(ErrorKind::Length, told.at(), path, message))
+            let message = format!("the engine reports a prompt of {count} tokens, but {sent} were sent");
+            Err(EventError::new(ErrorKind::Length, reported.at(), path, message))
         }
         _ => Ok(()),
     }
 }
 
 /// New ids; `place` tells where one stands, and its path.
-pub(crate) fn ids(data: &[u8], ids: &[i32], place: impl FnOnce(usize) -> (usize, String)) -> Result<(), Flaw> {
+pub(crate) fn ids(data: &[u8], ids: &[i32], place: impl FnOnce(usize) -> (usize, String)) -> Result<(), EventError> {
     let Some(bad) = ids.iter().position(|&id| id == NO_TOKEN) else { return Ok(()) };
     let (at, path) = place(bad);
     let message = format!("{} is no integer in 0 … 2147483647", excerpt(data, at));
-    Err(Flaw::new(ErrorKind::Token, at, path, message))
+    Err(EventError::new(ErrorKind::Token, at, path, message))
 }
 
 /// New logprobs: how many are stand-ins for minus infinity, if those are to be kept.
@@ -73,7 +73,7 @@ pub(crate) fn logprobs(
     logprobs: &[f64],
     clamped: Clamped,
     place: impl FnOnce(usize) -> (usize, String),
-) -> Result<usize, Flaw> {
+) -> Result<usize, EventError> {
     let mut count = 0;
     for (index, &logprob) in logprobs.iter().enumerate() {
         let is_clamped = CLAMPED.contains(&logprob);
@@ -90,7 +90,7 @@ pub(crate) fn logprobs(
         } else {
             format!("{what} is beyond the range of a double")
         };
-        return Err(Flaw::new(ErrorKind::Logprob, at, path, message));
+        return Err(EventError::new(ErrorKind::Logprob, at, path, message));
     }
     Ok(count)
 }

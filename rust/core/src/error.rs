@@ -71,7 +71,7 @@ impl fmt::Display for ParseError {
 
 /// The engine itself reported an error inside the stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EngineFault {
+pub struct EngineError {
     /// The engine's own words.
     pub message: String,
     /// The HTTP-like status it told, if it told one.
@@ -84,7 +84,7 @@ pub enum Error {
     /// The bytes are not what the dialect says.
     Parse(ParseError),
     /// The engine reported an error.
-    Engine(EngineFault),
+    Engine(EngineError),
     /// The body ended before a finish reason; holds the length of the body and the tokens kept.
     Truncated {
         /// Bytes received.
@@ -98,7 +98,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Parse(error) => error.fmt(f),
-            Self::Engine(fault) => f.write_str(&fault.message),
+            Self::Engine(error) => f.write_str(&error.message),
             Self::Truncated { bytes, tokens } => write!(
                 f,
                 "the stream ended after {bytes} bytes without a finish reason; {tokens} tokens are kept, resume from them"
@@ -111,7 +111,7 @@ impl std::error::Error for Error {}
 
 /// An error inside one event, before its place in the body is known.
 #[derive(Debug)]
-pub(crate) struct Flaw {
+pub(crate) struct EventError {
     pub kind: ErrorKind,
     /// Index into the event's data.
     pub at: usize,
@@ -119,7 +119,7 @@ pub(crate) struct Flaw {
     pub message: Cow<'static, str>,
 }
 
-impl Flaw {
+impl EventError {
     pub(crate) fn new(
         kind: ErrorKind,
         at: usize,
@@ -131,19 +131,21 @@ impl Flaw {
 }
 
 /// Why an event was refused.
-pub(crate) enum Refusal {
-    Flaw(Flaw),
-    Fault(EngineFault),
+pub(crate) enum Rejection {
+    /// The event breaks a rule of the dialect.
+    Invalid(EventError),
+    /// The engine reports an error.
+    Engine(EngineError),
 }
 
-impl From<Flaw> for Refusal {
-    fn from(flaw: Flaw) -> Self {
-        Self::Flaw(flaw)
+impl From<EventError> for Rejection {
+    fn from(error: EventError) -> Self {
+        Self::Invalid(error)
     }
 }
 
-impl From<EngineFault> for Refusal {
-    fn from(fault: EngineFault) -> Self {
-        Self::Fault(fault)
+impl From<EngineError> for Rejection {
+    fn from(error: EngineError) -> Self {
+        Self::Engine(error)
     }
 }

@@ -81,7 +81,7 @@ pub(crate) struct List {
     /// Leading elements known by their fingerprint; these are not staged.
     pub known: usize,
     /// The first element of a wrong shape: its index and place.
-    pub misshapen: Option<(usize, usize)>,
+    pub malformed: Option<(usize, usize)>,
 }
 
 /// Each takes the next value, whatever it is, inside `depth` containers.
@@ -185,7 +185,7 @@ impl Cursor<'_> {
         self.next_field(depth, Peek::Array, |cursor| {
             let start = cursor.at + 1;
             let len = usize::from(cursor.next_array());
-            let mut list = List { start, end: start, len, known: 0, misshapen: None };
+            let mut list = List { start, end: start, len, known: 0, malformed: None };
             take(cursor, &mut list)?;
             Ok(Value::Is(list))
         })

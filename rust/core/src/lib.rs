@@ -9,13 +9,14 @@
 #![forbid(unsafe_code)]
 
 mod arrays;
+mod builder;
 mod checks;
+mod engine_error;
 mod error;
-mod faults;
 mod field;
 mod generation;
 mod json;
-mod layout;
+mod key_cache;
 mod memory;
 mod meta;
 mod npy;
@@ -30,7 +31,7 @@ mod sse;
 mod text;
 mod vllm;
 
-pub use error::{EngineFault, Error, ErrorKind, ParseError};
+pub use error::{EngineError, Error, ErrorKind, ParseError};
 pub use generation::{FinishReason, Generation, Matched, RoutedExperts, TopP, VersionSpan};
 pub use options::{Clamped, Dialect, Dtype, Experts, Options};
 pub use parser::Parser;

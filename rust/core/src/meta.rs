@@ -29,10 +29,10 @@ impl Members {
 
     /// Note a member. A list is not kept, but what stood under its key earlier in the event must go, if anything did.
     #[inline]
-    pub(crate) fn push(&mut self, data: &[u8], member: Member, may_be_twin: impl FnOnce() -> bool) {
+    pub(crate) fn push(&mut self, data: &[u8], member: Member, may_be_duplicate: impl FnOnce() -> bool) {
         if data[member.value.start()] != b'[' {
             self.all.push(member);
-        } else if may_be_twin() {
+        } else if may_be_duplicate() {
             self.has_lists = true;
             self.all.push(member);
         }
@@ -40,7 +40,7 @@ impl Members {
 
     /// The event is read: of equal keys the last counts, and lists are dropped.
     #[inline]
-    pub(crate) fn settle(&mut self, data: &[u8]) {
+    pub(crate) fn finish(&mut self, data: &[u8]) {
         if self.has_lists {
             self.drop_lists(data);
         }
@@ -59,7 +59,7 @@ impl Members {
         });
     }
 
-    pub(crate) fn held(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         self.all.capacity() * size_of::<Member>()
     }
 }
@@ -113,7 +113,7 @@ impl Meta {
         entries.map(|entry| (owned(entry.key.into_vec()), owned(entry.value))).collect()
     }
 
-    pub(crate) fn held(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         let entries = self.entries.capacity() * size_of::<Entry>();
         let places = self.places.capacity() * size_of::<(Box<[u8]>, usize)>();
         entries + places + self.entries.iter().map(|entry| 2 * entry.key.len() + entry.value.capacity()).sum::<usize>()

@@ -3,8 +3,8 @@
 //! The header is a Python literal. Only what numpy writes is read: the three keys in their order, blanks as anybody
 //! likes. Format: numpy's `numpy.lib.format`, versions 1.0 and 2.0.
 
-use crate::arrays::{base64_array, damaged};
-use crate::error::{ErrorKind, Flaw};
+use crate::arrays::{base64_array, metadata_error};
+use crate::error::{ErrorKind, EventError};
 use crate::generation::RoutedExperts;
 use crate::options::Dtype;
 use crate::span::RawStr;
@@ -26,21 +26,21 @@ struct Header {
 }
 
 /// Decode base64 of a whole file.
-pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Result<Npy, Flaw> {
+pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Result<Npy, EventError> {
     let at = text.span.start();
     let mut bytes: Vec<u8> = base64_array(data, text, None, path)?;
     let Header { dtype, shape, end } =
-        header(&bytes).map_err(|why| damaged(at, path, format!("not an array of numpy's (.npy): {why}")))?;
+        header(&bytes).map_err(|why| metadata_error(at, path, format!("not an array of numpy's (.npy): {why}")))?;
     let size = match dtype {
         Dtype::Uint8 => 1,
         Dtype::Uint16 => 2,
         Dtype::Int32 => 4,
     };
-    let told = shape.iter().try_fold(size, |product: usize, &count| product.checked_mul(count));
+    let expected = shape.iter().try_fold(size, |product: usize, &count| product.checked_mul(count));
     let found = bytes.len() - end;
-    if told != Some(found) {
-        let message = format!("{found} bytes follow the header, which tells of {} {shape:?}", dtype.name());
-        return Err(damaged(at, path, message));
+    if expected != Some(found) {
+        let message = format!("{found} bytes follow the header, but it announces {} {shape:?}", dtype.name());
+        return Err(metadata_error(at, path, message));
     }
     let numbers = match dtype {
         Dtype::Uint8 => {
@@ -52,7 +52,7 @@ pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Resul
     };
     match numbers {
         Some(numbers) => Ok(Npy { numbers, shape }),
-        None => Err(Flaw::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {found} bytes"))),
+        None => Err(EventError::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {found} bytes"))),
     }
 }
 

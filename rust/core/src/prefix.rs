@@ -28,7 +28,7 @@ impl Prefix {
         self.state = None;
     }
 
-    pub(crate) fn held(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         self.state.as_ref().map_or(0, |_| size_of::<Xxh3>())
     }
 

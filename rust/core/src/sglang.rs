@@ -4,6 +4,7 @@
 //! an abort with a status, types, counts, ids against pairs, what was sent before, ids, logprobs, side data. Only
 //! when all have passed is anything changed.
 
+mod buffers;
 mod checks;
 mod counts;
 mod fields;
@@ -12,19 +13,19 @@ mod mode;
 mod paths;
 mod reader;
 mod side;
-mod staged;
 
+use crate::builder::GenerationBuilder;
 use crate::checks::prompt_tokens;
-use crate::error::{EngineFault, ErrorKind, Flaw, Refusal};
+use crate::error::{EngineError, ErrorKind, EventError, Rejection};
 use crate::field::{List, RawMatched};
-use crate::generation::{FinishReason, Growing};
+use crate::generation::FinishReason;
 use crate::options::Options;
-use crate::sglang::counts::{Counts, Shape, Step, told};
+use crate::sglang::buffers::{Elements, EventBuffers};
+use crate::sglang::counts::{Counts, Shape, Step, reported_tokens};
 use crate::sglang::fields::{Fields, Finish};
 pub(crate) use crate::sglang::mode::Mode;
 use crate::sglang::reader::read;
-use crate::sglang::staged::{Elements, Staged};
-use crate::side::{Arrivals, Version};
+use crate::side::{Progress, Version};
 use crate::text::decode;
 
 /// The state of one stream.
@@ -32,118 +33,118 @@ pub(crate) struct Sglang {
     mode: Mode,
     id: Option<String>,
     version: Version,
-    staged: Staged,
+    buffers: EventBuffers,
 }
 
 impl Sglang {
     pub(crate) fn new(mode: Mode, options: &Options) -> Self {
-        Self { mode, id: None, version: Version::default(), staged: Staged::new(options.logprobs) }
+        Self { mode, id: None, version: Version::default(), buffers: EventBuffers::new(options.logprobs) }
     }
 
-    pub(crate) fn held(&self) -> usize {
-        self.staged.held()
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffers.held_bytes()
     }
 
-    /// Fold one event; all or nothing. Its data is UTF-8.
-    pub(crate) fn event(
+    /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
+    pub(crate) fn decode(
         &mut self,
         data: &[u8],
         is_error: bool,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Refusal> {
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), Rejection> {
         let mut fields = Fields::EMPTY;
-        read(data, &mut self.staged, &mut fields)
-            .map_err(|(at, why)| Flaw::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
-        if is_error || fields.errors.tell_error(data, !fields.meta_info.is_absent()) {
-            return Err(fields.errors.fault(data).into());
+        read(data, &mut self.buffers, &mut fields)
+            .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
+        if is_error || fields.errors.is_error(data, !fields.meta_info.is_absent()) {
+            return Err(fields.errors.engine_error(data).into());
         }
         let finish = checks::finish(&fields)?;
-        let fault = finish.and_then(|finish| finish_fault(data, &finish));
+        let failure = finish.and_then(|finish| finish_error(data, &finish));
         let reason = finish.and_then(|finish| finish.reason);
-        match fault {
-            None => self.fold(data, &fields, reason, options, growing)?,
-            Some(fault) => {
+        match failure {
+            None => self.check_and_apply(data, &fields, reason, options, builder)?,
+            Some(failure) => {
                 // What a broken engine had produced before is sound if it passes every check.
-                if fault.status.is_some_and(|status| status >= 500)
-                    && self.fold(data, &fields, reason, options, growing).is_ok()
+                if failure.status.is_some_and(|status| status >= 500)
+                    && self.check_and_apply(data, &fields, reason, options, builder).is_ok()
                 {
-                    growing.generation.finish_reason = None;
+                    builder.generation.finish_reason = None;
                 }
-                return Err(fault.into());
+                return Err(failure.into());
             }
         }
-        growing.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| matched.decode(data));
+        builder.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| matched.decode(data));
         Ok(())
     }
 
-    fn fold(
+    fn check_and_apply(
         &mut self,
         data: &[u8],
         fields: &Fields,
         reason: Option<FinishReason>,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Flaw> {
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), EventError> {
         checks::identity(data, fields, self.id.as_deref())?;
         checks::types(fields)?;
-        let kept = &growing.generation;
+        let kept = &builder.generation;
         let counted = if options.logprobs { &fields.pairs } else { &fields.output_ids };
         let list = counted.get();
         let is_abort = reason == Some(FinishReason::Abort);
         let counts = Counts {
             fields,
             list: counted,
-            elements: Elements::new(list, &self.staged, kept),
+            elements: Elements::new(list, &self.buffers, kept),
             kept: kept.token_ids.len(),
-            told: told(fields, options, kept.token_ids.len(), is_abort)?,
+            reported: reported_tokens(fields, options, kept.token_ids.len(), is_abort)?,
             mode: self.mode,
             logprobs: options.logprobs,
         };
         let step = if is_abort { counts.abort_step()? } else { counts.step()? };
         prompt_tokens(&fields.prompt_tokens, options, "meta_info.prompt_tokens")?;
         if !is_abort {
-            checks::ids_beside_pairs(data, fields, &self.staged, kept)?;
+            checks::ids_beside_pairs(data, fields, &self.buffers, kept)?;
         }
         checks::prefix(data, list, counts.elements, step, kept)?;
-        let staged = if step.new > 0 { self.staged.stage_from(list, step.first, kept) } else { 0 };
-        checks::ids(data, list, step, &self.staged, staged)?;
-        let clamped = checks::logprobs(data, list, step, &self.staged, staged, options)?;
-        let side = if step.shape == Shape::Bare {
+        let start = if step.new > 0 { self.buffers.buffer_from(list, step.first, kept) } else { 0 };
+        checks::ids(data, list, step, &self.buffers, start)?;
+        let clamped = checks::logprobs(data, list, step, &self.buffers, start, options)?;
+        let side = if step.shape == Shape::Marker {
             None
         } else {
-            let arrivals = Arrivals { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
+            let progress = Progress { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
             let len = list.map_or(0, |list| list.len);
-            Some(side::read(data, fields, arrivals, len, options, kept)?)
+            Some(side::read(data, fields, progress, len, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
-        if !growing.generation.reserve(step.new) || !growing.text.reserve(text, step.mode == Mode::Cumulative) {
+        if !builder.generation.reserve(step.new) || !builder.text.reserve(text, step.mode == Mode::Cumulative) {
             let message = format!("no memory for {} more tokens and {text} bytes of text", step.new);
-            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", message));
+            return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
 
         // Nothing below can fail.
-        self.apply(data, fields, step, staged, growing);
-        growing.generation.clamped_logprobs += clamped;
+        self.apply(data, fields, step, start, builder);
+        builder.generation.clamped_logprobs += clamped;
         if let Some(side) = side {
-            side.apply(step.new, growing);
+            side.apply(step.new, builder);
         }
-        growing.generation.finish_reason = reason;
+        builder.generation.finish_reason = reason;
         self.remember(data, fields, list, step);
         Ok(())
     }
 
-    fn apply(&mut self, data: &[u8], fields: &Fields, step: Step, staged: usize, growing: &mut Growing) {
+    fn apply(&mut self, data: &[u8], fields: &Fields, step: Step, start: usize, builder: &mut GenerationBuilder) {
         if self.mode == Mode::Unknown && step.mode == Mode::Cumulative {
-            growing.text.keep_last();
+            builder.text.keep_last();
         }
         self.mode = step.mode;
-        self.apply_text(data, fields, step, growing);
-        let generation = &mut growing.generation;
+        self.apply_text(data, fields, step, builder);
+        let generation = &mut builder.generation;
         let kept = generation.token_ids.len();
-        generation.token_ids.extend_from_slice(&self.staged.ids[staged..][..step.new]);
+        generation.token_ids.extend_from_slice(&self.buffers.ids[start..][..step.new]);
         if let Some(logprobs) = &mut generation.logprobs {
-            logprobs.extend_from_slice(&self.staged.logprobs[staged..][..step.new]);
+            logprobs.extend_from_slice(&self.buffers.logprobs[start..][..step.new]);
         }
         if let Some(label) = fields.weight_version.get() {
             generation.extend_version(self.version.decode(data, label), kept);
@@ -153,32 +154,32 @@ impl Sglang {
         if let (None, Some(id)) = (&self.id, fields.id.get()) {
             self.id = Some(decode(data, id));
         }
-        growing.meta[0].update(data, &self.staged.top_members);
-        growing.meta[1].update(data, &self.staged.meta_members);
+        builder.meta[0].update(data, &self.buffers.top_members);
+        builder.meta[1].update(data, &self.buffers.meta_members);
     }
 
-    fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, growing: &mut Growing) {
-        let text = &mut growing.text;
+    fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, builder: &mut GenerationBuilder) {
+        let text = &mut builder.text;
         let Some(raw) = fields.text.get() else {
             if step.new > 0 {
-                text.miss();
+                text.mark_missing();
             }
             return;
         };
         let is_abort = fields.finish.get().is_some_and(|finish| finish.reason == Some(FinishReason::Abort));
         let is_from_queue = is_abort && fields.prompt_tokens.get().is_none();
         match step.shape {
-            Shape::Bare => {}
-            Shape::Glued => {
+            Shape::Marker => {}
+            Shape::DeltaThenWhole => {
                 let glued = decode(data, raw);
-                let whole = behind_delta(&glued, text.plain()).to_owned();
+                let whole = after_delta(&glued, text.plain()).to_owned();
                 text.set(whole);
             }
             _ if self.mode == Mode::Cumulative => text.replace(raw.span.of(data)),
             _ if is_from_queue => {
-                let told = decode(data, raw);
+                let text_sent = decode(data, raw);
                 let kept = text.plain();
-                let whole = if told.starts_with(kept) { &told } else { behind_delta(&told, kept) };
+                let whole = if text_sent.starts_with(kept) { &text_sent } else { after_delta(&text_sent, kept) };
                 let whole = whole.to_owned();
                 text.set(whole);
             }
@@ -189,27 +190,27 @@ impl Sglang {
 
     /// Fingerprint the lists that hold everything, to know them when they come again.
     fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<List>, step: Step) {
-        let staged = &mut self.staged;
+        let buffers = &mut self.buffers;
         let is_all = step.first + step.new == list.map_or(0, |list| list.len)
             && (step.shape == Shape::Whole
                 || (step.shape == Shape::Delta && self.mode == Mode::Unknown && step.new > 0));
         if self.mode == Mode::Incremental {
-            staged.pairs_prefix.clear();
-            staged.ids_prefix.clear();
+            buffers.pairs_prefix.clear();
+            buffers.ids_prefix.clear();
         } else if is_all {
             if let Some(list) = fields.pairs.get() {
-                staged.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
+                buffers.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
             }
             match fields.output_ids.get() {
-                Some(list) => staged.ids_prefix.remember(data, list.start, list.end, list.len, list.known),
-                None => staged.ids_prefix.clear(),
+                Some(list) => buffers.ids_prefix.remember(data, list.start, list.end, list.len, list.known),
+                None => buffers.ids_prefix.clear(),
             }
         }
     }
 }
 
 /// A text of the form D + A + D, where A was kept: the A + D at its end, counted in characters.
-fn behind_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
+fn after_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
     let length = glued.chars().count();
     let whole = usize::midpoint(length, kept.chars().count());
     let skip = length.saturating_sub(whole);
@@ -217,15 +218,15 @@ fn behind_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
 }
 
 /// A finish reason that is a failure of the engine.
-fn finish_fault(data: &[u8], finish: &Finish) -> Option<EngineFault> {
+fn finish_error(data: &[u8], finish: &Finish) -> Option<EngineError> {
     if let Some(RawMatched::Text(raw)) = finish.matched
         && decode(data, raw) == "NaN happened"
     {
         let message = "the engine sampled from NaN and put a stop token in place of the result".to_owned();
-        return Some(EngineFault { message, status: None });
+        return Some(EngineError { message, status: None });
     }
     let status = finish.status.get().and_then(|status| u16::try_from(status).ok());
     let status = status.filter(|status| (400..600).contains(status) && finish.reason == Some(FinishReason::Abort))?;
     let message = finish.message.map_or_else(|| "the engine aborted the request".to_owned(), |raw| decode(data, raw));
-    Some(EngineFault { message, status: Some(status) })
+    Some(EngineError { message, status: Some(status) })
 }

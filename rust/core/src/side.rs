@@ -1,8 +1,9 @@
 //! What rides beside the tokens, in every dialect: routed experts, sampling masks, weight versions.
 
-use crate::arrays::{damaged, next_tokens};
-use crate::error::Flaw;
-use crate::generation::{Growing, RoutedExperts, TopP, VersionSpan};
+use crate::arrays::{metadata_error, next_tokens};
+use crate::builder::GenerationBuilder;
+use crate::error::EventError;
+use crate::generation::{RoutedExperts, TopP, VersionSpan};
 use crate::json::{Cursor, Peek};
 use crate::options::Options;
 use crate::span::Span;
@@ -10,7 +11,7 @@ use crate::text::{decode, label};
 
 /// The tokens that side data must fit.
 #[derive(Clone, Copy)]
-pub(crate) struct Arrivals {
+pub(crate) struct Progress {
     /// Tokens before the event.
     pub kept: usize,
     /// Tokens that it brings.
@@ -18,7 +19,7 @@ pub(crate) struct Arrivals {
     pub is_last: bool,
 }
 
-impl Arrivals {
+impl Progress {
     pub(crate) fn total(self) -> usize {
         self.kept + self.new
     }
@@ -41,8 +42,8 @@ pub(crate) struct SideData {
 
 impl SideData {
     /// Nothing here can fail. The event has brought `new` tokens.
-    pub(crate) fn apply(self, new: usize, growing: &mut Growing) {
-        let generation = &mut growing.generation;
+    pub(crate) fn apply(self, new: usize, builder: &mut GenerationBuilder) {
+        let generation = &mut builder.generation;
         match self.experts {
             Some((experts, rows)) => (generation.routed_experts, generation.expert_rows) = (Some(experts), rows),
             // Rows that later tokens have outgrown would be misaligned.
@@ -51,10 +52,10 @@ impl SideData {
         }
         match self.masks {
             Masks::Replace(masks) => {
-                growing.covers_top_p = true;
+                builder.covers_top_p = true;
                 generation.top_p = Some(masks);
             }
-            Masks::Append(masks) if growing.covers_top_p => match &mut generation.top_p {
+            Masks::Append(masks) if builder.covers_top_p => match &mut generation.top_p {
                 None => generation.top_p = Some(masks),
                 Some(kept) => {
                     let shift = kept.offsets.last().copied().unwrap_or_default();
@@ -64,7 +65,7 @@ impl SideData {
             },
             Masks::Append(_) | Masks::None if new == 0 => {}
             Masks::Append(_) | Masks::None => {
-                growing.covers_top_p = false;
+                builder.covers_top_p = false;
                 generation.top_p = None;
             }
         }
@@ -87,14 +88,14 @@ impl ExpertShape {
     /// The shape that routed experts at `at` must have after `total` tokens; None if the caller told none.
     pub(crate) fn of(
         options: &Options,
-        told_prompt: Option<u64>,
+        prompt_tokens: Option<u64>,
         total: usize,
         at: usize,
         path: &'static str,
-    ) -> Result<Option<Self>, Flaw> {
+    ) -> Result<Option<Self>, EventError> {
         let Some(experts) = options.experts else { return Ok(None) };
-        let Some(prompt) = options.prompt_len.or(told_prompt) else {
-            return Err(damaged(at, path, "the length of the prompt is not known; pass prompt_len"));
+        let Some(prompt) = options.prompt_len.or(prompt_tokens) else {
+            return Err(metadata_error(at, path, "the length of the prompt is not known; pass prompt_len"));
         };
         let prompt = usize::try_from(prompt).unwrap_or(usize::MAX);
         let start = usize::try_from(options.experts_start).unwrap_or(usize::MAX);
@@ -104,7 +105,7 @@ impl ExpertShape {
             experts.num_layers, experts.top_k
         );
         let numbers = rows.checked_mul(experts.num_layers).and_then(|numbers| numbers.checked_mul(experts.top_k));
-        let numbers = numbers.ok_or_else(|| damaged(at, path, format!("{why}: too many")))?;
+        let numbers = numbers.ok_or_else(|| metadata_error(at, path, format!("{why}: too many")))?;
         Ok(Some(Self { rows, numbers, why }))
     }
 }
@@ -115,7 +116,7 @@ pub(crate) fn check_range(
     num_experts: Option<u32>,
     at: usize,
     path: &'static str,
-) -> Result<(), Flaw> {
+) -> Result<(), EventError> {
     let limit = num_experts.map_or(i64::MAX, i64::from);
     let is_bad = |id: i64| id >= limit || id < -1;
     let bad = match ids {
@@ -127,16 +128,16 @@ pub(crate) fn check_range(
         None => Ok(()),
         Some(id) => {
             let limit = num_experts.map_or_else(|| "the least is -1".to_owned(), |limit| format!("there are {limit}"));
-            Err(damaged(at, path, format!("expert {id}, but {limit}; is the dtype another one?")))
+            Err(metadata_error(at, path, format!("expert {id}, but {limit}; is the dtype another one?")))
         }
     }
 }
 
 /// A list of ids for each token, as the same in two arrays.
-pub(crate) fn sampling_mask(data: &[u8], value: Span, path: &'static str) -> Result<TopP, Flaw> {
+pub(crate) fn sampling_mask(data: &[u8], value: Span, path: &'static str) -> Result<TopP, EventError> {
     let mut cursor = Cursor::over(data, value);
     let mut masks = TopP { ids: Vec::new(), offsets: vec![0] };
-    let wrong = |at| damaged(at, path, "a list of ids for each token was expected");
+    let wrong = |at| metadata_error(at, path, "a list of ids for each token was expected");
     if cursor.peek() != Ok(Peek::Array) {
         return Err(wrong(value.start()));
     }
@@ -149,19 +150,24 @@ pub(crate) fn sampling_mask(data: &[u8], value: Span, path: &'static str) -> Res
         if cursor.next_array() {
             next_tokens(&mut cursor, 4, &mut masks.ids).map_err(|_| wrong(value.start()))?;
         }
-        let end = i32::try_from(masks.ids.len()).map_err(|_| damaged(at, path, "more than 2147483647 ids"))?;
+        let end = i32::try_from(masks.ids.len()).map_err(|_| metadata_error(at, path, "more than 2147483647 ids"))?;
         masks.offsets.push(end);
         more = cursor.next_element().map_err(|_| wrong(value.start()))?;
     }
     if masks.ids.iter().any(|&id| id < 0) {
-        return Err(damaged(value.start(), path, "an id is no integer in 0 … 2147483647"));
+        return Err(metadata_error(value.start(), path, "an id is no integer in 0 … 2147483647"));
     }
     Ok(masks)
 }
 
 /// The spans of weight versions over all tokens.
-pub(crate) fn versions(data: &[u8], value: Span, total: usize, path: &'static str) -> Result<Vec<VersionSpan>, Flaw> {
-    let wrong = |at| damaged(at, path, "a list of {version, start, end} was expected");
+pub(crate) fn versions(
+    data: &[u8],
+    value: Span,
+    total: usize,
+    path: &'static str,
+) -> Result<Vec<VersionSpan>, EventError> {
+    let wrong = |at| metadata_error(at, path, "a list of {version, start, end} was expected");
     let mut cursor = Cursor::over(data, value);
     let mut spans = Vec::new();
     if cursor.peek() != Ok(Peek::Array) {
@@ -173,12 +179,12 @@ pub(crate) fn versions(data: &[u8], value: Span, total: usize, path: &'static st
         let span = version_span(data, &mut cursor).ok_or_else(|| wrong(at))?;
         let expected = spans.last().map_or(0, |last: &VersionSpan| last.end);
         if span.start > span.end {
-            return Err(damaged(at, path, format!("it runs from {} back to {}", span.start, span.end)));
+            return Err(metadata_error(at, path, format!("it runs from {} back to {}", span.start, span.end)));
         }
         if span.start < span.end {
             if span.start != expected {
                 let message = format!("a span starts at {}, but the one before it ends at {expected}", span.start);
-                return Err(damaged(at, path, message));
+                return Err(metadata_error(at, path, message));
             }
             spans.push(span);
         }
@@ -186,7 +192,11 @@ pub(crate) fn versions(data: &[u8], value: Span, total: usize, path: &'static st
     }
     let end = spans.last().map_or(0, |last| last.end);
     if end != total {
-        return Err(damaged(value.start(), path, format!("the spans end at {end}, but there are {total} tokens")));
+        return Err(metadata_error(
+            value.start(),
+            path,
+            format!("the spans end at {end}, but there are {total} tokens"),
+        ));
     }
     Ok(spans)
 }

@@ -71,7 +71,7 @@ pub(crate) struct Framer {
     lines: Vec<(usize, u64)>,
     is_error: bool,
     /// Only `[DONE]` is still of interest: events may be dropped.
-    muted: bool,
+    skips_events: bool,
     /// The offset in the body of the next byte.
     position: u64,
 }
@@ -88,7 +88,7 @@ impl Framer {
             data_start: 0,
             lines: Vec::new(),
             is_error: false,
-            muted: false,
+            skips_events: false,
             position: 0,
         }
     }
@@ -99,7 +99,7 @@ impl Framer {
     }
 
     /// Bytes held for an event that is not whole yet.
-    pub(crate) fn held(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         self.line.capacity() + self.data.capacity() + self.lines.capacity() * size_of::<(usize, u64)>()
     }
 
@@ -195,7 +195,7 @@ impl Framer {
                 let event = Event { data, is_error: self.is_error, origin: Origin::Line(base + start as u64) };
                 self.is_error = false;
                 return self.check_size(data.len(), event.offset(0)).and_then(|()| {
-                    self.muted |= dispatch(&event, on_event)?;
+                    self.skips_events |= dispatch(&event, on_event)?;
                     Ok(())
                 });
             }
@@ -243,11 +243,11 @@ impl Framer {
     }
 
     fn dispatch_pending(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<(), Error> {
-        let muted = match self.pending() {
+        let skips_events = match self.pending() {
             Some(event) => dispatch(&event, on_event)?,
             None => false,
         };
-        self.muted |= muted;
+        self.skips_events |= skips_events;
         self.is_error = false;
         self.lines.clear();
         self.data.clear();
@@ -271,14 +271,14 @@ impl Framer {
     /// Copy a data line to the pending event.
     fn keep_data(&mut self, value: &[u8], offset: u64) -> Result<(), Error> {
         let joined = self.data.len() - self.data_start;
-        if self.muted && joined > STUB {
+        if self.skips_events && joined > STUB {
             return Ok(());
         }
         if !self.lines.is_empty() {
             self.data.push(b'\n');
         }
         self.lines.push((self.data.len() - self.data_start, offset));
-        let value = if self.muted { &value[..value.len().min(STUB)] } else { value };
+        let value = if self.skips_events { &value[..value.len().min(STUB)] } else { value };
         let places = LINE_BYTES * (self.lines.len() - 1);
         self.check_size(self.data.len() - self.data_start + value.len() + places, self.lines[0].1)?;
         reserve(&mut self.data, value.len(), offset)?;
@@ -297,7 +297,7 @@ impl Framer {
         let more = part.len().min(5 - known);
         head[known..known + more].copy_from_slice(&part[..more]);
         let is_data = b"data:".starts_with(&head[..known + more]);
-        if self.muted || !is_data {
+        if self.skips_events || !is_data {
             let room = STUB.saturating_sub(self.line.len()).min(part.len());
             self.line.extend_from_slice(&part[..room]);
             return Ok(());
@@ -316,7 +316,7 @@ impl Framer {
     }
 
     fn check_size(&self, size: usize, offset: u64) -> Result<(), Error> {
-        if size <= self.max_event_bytes || self.muted {
+        if size <= self.max_event_bytes || self.skips_events {
             return Ok(());
         }
         Err(too_large(

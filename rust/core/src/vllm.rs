@@ -5,107 +5,108 @@
 //! when all have passed is anything changed.
 
 mod api;
+mod buffers;
 mod checks;
 mod fields;
 mod keys;
 mod logprobs;
 mod reader;
 mod side;
-mod staged;
 
-use crate::error::{ErrorKind, Flaw, Refusal};
-use crate::generation::{FinishReason, Growing, Matched};
+use crate::builder::GenerationBuilder;
+use crate::error::{ErrorKind, EventError, Rejection};
+use crate::generation::{FinishReason, Matched};
 use crate::options::Options;
-use crate::side::{Arrivals, SideData, Version};
+use crate::side::{Progress, SideData, Version};
 use crate::text::{decode, name};
 pub(crate) use crate::vllm::api::Api;
+use crate::vllm::buffers::EventBuffers;
 use crate::vllm::fields::Fields;
 use crate::vllm::reader::read;
-use crate::vllm::staged::Staged;
 
 /// The state of one stream.
 pub(crate) struct Vllm {
     api: Api,
     id: Option<String>,
     version: Version,
-    staged: Staged,
+    buffers: EventBuffers,
 }
 
 impl Vllm {
     pub(crate) fn new(api: Api, options: &Options) -> Self {
-        Self { api, id: None, version: Version::default(), staged: Staged::new(options.logprobs) }
+        Self { api, id: None, version: Version::default(), buffers: EventBuffers::new(options.logprobs) }
     }
 
-    pub(crate) fn held(&self) -> usize {
-        self.staged.held()
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffers.held_bytes()
     }
 
-    /// Fold one event; all or nothing. Its data is UTF-8.
-    pub(crate) fn event(
+    /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
+    pub(crate) fn decode(
         &mut self,
         data: &[u8],
         is_error: bool,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Refusal> {
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), Rejection> {
         let mut fields = Fields::EMPTY;
-        read(data, self.api, &mut self.staged, &mut fields)
-            .map_err(|(at, why)| Flaw::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
-        if is_error || fields.errors.tell_error(data, !fields.choices.is_absent()) {
-            return Err(fields.errors.fault(data).into());
+        read(data, self.api, &mut self.buffers, &mut fields)
+            .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
+        if is_error || fields.errors.is_error(data, !fields.choices.is_absent()) {
+            return Err(fields.errors.engine_error(data).into());
         }
         let reason = checks::finish(data, &fields)?;
-        self.fold(data, &fields, reason, options, growing)?;
+        self.check_and_apply(data, &fields, reason, options, builder)?;
         Ok(())
     }
 
     /// Fold an event that comes after the terminal one: the usage tells whether all tokens have come, and of what
     /// prompt. Whatever else comes is no part of the generation.
-    pub(crate) fn late_event(
+    pub(crate) fn decode_late(
         &mut self,
         data: &[u8],
         is_error: bool,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Refusal> {
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), Rejection> {
         let mut fields = Fields::EMPTY;
-        let is_read = read(data, self.api, &mut self.staged, &mut fields).is_ok();
-        if is_read && !is_error && !fields.errors.tell_error(data, true) && fields.choices.get() == Some(0) {
-            self.fold(data, &fields, None, options, growing)?;
+        let is_read = read(data, self.api, &mut self.buffers, &mut fields).is_ok();
+        if is_read && !is_error && !fields.errors.is_error(data, true) && fields.choices.get() == Some(0) {
+            self.check_and_apply(data, &fields, None, options, builder)?;
         } else {
-            self.staged.layout.forget_values();
+            self.buffers.key_cache.forget_values();
         }
         Ok(())
     }
 
-    fn fold(
+    fn check_and_apply(
         &mut self,
         data: &[u8],
         fields: &Fields,
         reason: Option<FinishReason>,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Flaw> {
-        let (api, staged) = (self.api, &self.staged);
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), EventError> {
+        let (api, buffers) = (self.api, &self.buffers);
         checks::identity(data, fields, api, self.id.as_deref())?;
         checks::types(data, fields, api)?;
         checks::presence(data, fields, options, api)?;
-        let (kept, new) = (growing.generation.token_ids.len(), staged.ids.len());
+        let (kept, new) = (builder.generation.token_ids.len(), buffers.ids.len());
         checks::counts(fields, kept, new, options, api)?;
-        checks::mismatch(data, fields, staged, api)?;
-        checks::ids(data, fields.choice.token_ids.get(), staged)?;
-        let clamped = checks::logprobs(data, fields, staged, options, api)?;
-        let arrivals = Arrivals { kept, new, is_last: reason.is_some() };
-        let side = side::read(data, fields, arrivals, options, &growing.generation)?;
+        checks::mismatch(data, fields, buffers, api)?;
+        checks::ids(data, fields.choice.token_ids.get(), buffers)?;
+        let clamped = checks::logprobs(data, fields, buffers, options, api)?;
+        let progress = Progress { kept, new, is_last: reason.is_some() };
+        let side = side::read(data, fields, progress, options, &builder.generation)?;
         let text = fields.choice.text.get().map_or(0, |text| text.span.of(data).len());
-        if !growing.generation.reserve(new) || !growing.text.reserve(text, false) {
+        if !builder.generation.reserve(new) || !builder.text.reserve(text, false) {
             let message = format!("no memory for {new} more tokens and {text} bytes of text");
-            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", message));
+            return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
 
         // Nothing below can fail.
-        self.apply(data, fields, side, growing);
-        let generation = &mut growing.generation;
+        self.apply(data, fields, side, builder);
+        let generation = &mut builder.generation;
         generation.clamped_logprobs += clamped;
         if reason.is_some() {
             generation.finish_reason = reason;
@@ -114,18 +115,18 @@ impl Vllm {
         Ok(())
     }
 
-    fn apply(&mut self, data: &[u8], fields: &Fields, side: SideData, growing: &mut Growing) {
-        let new = self.staged.ids.len();
+    fn apply(&mut self, data: &[u8], fields: &Fields, side: SideData, builder: &mut GenerationBuilder) {
+        let new = self.buffers.ids.len();
         match fields.choice.text.get() {
-            Some(raw) => growing.text.append(raw.span.of(data), raw.has_escapes),
-            None if new > 0 => growing.text.miss(),
+            Some(raw) => builder.text.append(raw.span.of(data), raw.has_escapes),
+            None if new > 0 => builder.text.mark_missing(),
             None => {}
         }
-        let generation = &mut growing.generation;
+        let generation = &mut builder.generation;
         let kept = generation.token_ids.len();
-        generation.token_ids.extend_from_slice(&self.staged.ids);
+        generation.token_ids.extend_from_slice(&self.buffers.ids);
         if let Some(logprobs) = &mut generation.logprobs {
-            logprobs.extend_from_slice(&self.staged.logprobs);
+            logprobs.extend_from_slice(&self.buffers.logprobs);
         }
         if let Some(label) = fields.weight_version() {
             generation.extend_version(self.version.decode(data, label), kept);
@@ -135,17 +136,17 @@ impl Vllm {
         if let (None, Some(id)) = (&self.id, fields.id.get()) {
             self.id = Some(decode(data, id));
         }
-        for (meta, members) in growing.meta.iter_mut().zip(&self.staged.members) {
+        for (meta, members) in builder.meta.iter_mut().zip(&self.buffers.members) {
             meta.update(data, members);
         }
-        side.apply(new, growing);
+        side.apply(new, builder);
     }
 }
 
 /// What a terminal event says that it stopped at.
 fn matched(data: &[u8], fields: &Fields) -> Option<Matched> {
-    let told = fields.choice.matched.map(|matched| matched.decode(data));
+    let reported = fields.choice.matched.map(|matched| matched.decode(data));
     // A generation that ran in circles has stopped at nothing but that.
     let is_repetition = fields.choice.finish.get().is_some_and(|raw| *name(data, raw) == *b"repetition");
-    told.or_else(|| is_repetition.then(|| Matched::Text("repetition".to_owned())))
+    reported.or_else(|| is_repetition.then(|| Matched::Text("repetition".to_owned())))
 }

@@ -32,9 +32,9 @@ fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             attributes.set_item("path", &*error.path)?;
             (DECODE.import(py, MODULE, "DecodeError")?, error.to_string())
         }
-        Error::Engine(fault) => {
-            attributes.set_item("status", fault.status)?;
-            (ENGINE.import(py, MODULE, "EngineError")?, fault.message.clone())
+        Error::Engine(error) => {
+            attributes.set_item("status", error.status)?;
+            (ENGINE.import(py, MODULE, "EngineError")?, error.message.clone())
         }
         Error::Truncated { .. } => (TRUNCATED.import(py, MODULE, "StreamTruncated")?, error.to_string()),
     };

@@ -129,7 +129,7 @@ impl Parser {
 
     /// Bytes held: arrays, text, and the event that is still incomplete.
     fn __sizeof__(&self) -> usize {
-        self.inner.held()
+        self.inner.held_bytes()
     }
 }
 

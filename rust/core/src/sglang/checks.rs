@@ -2,50 +2,58 @@
 
 use crate::arrays::element_at;
 use crate::checks::{self, excerpt};
-use crate::error::{ErrorKind, Flaw};
+use crate::error::{ErrorKind, EventError};
 use crate::field::List;
 use crate::generation::{FinishReason, Generation};
 use crate::options::Options;
+use crate::sglang::buffers::{Elements, EventBuffers, pair_at};
 use crate::sglang::counts::{Shape, Step};
 use crate::sglang::fields::{Fields, Finish};
 use crate::sglang::paths::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
-use crate::sglang::staged::{Elements, Staged, pair_at};
 
 /// `meta_info` and the finish type.
-pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, Flaw> {
+pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, EventError> {
     if !fields.is_object {
-        return Err(Flaw::new(ErrorKind::Schema, 0, "", "an event must be a JSON object"));
+        return Err(EventError::new(ErrorKind::Schema, 0, "", "an event must be a JSON object"));
     }
     if fields.meta_info.get().is_none() {
         let message = "an object was expected; a router that drops fields it does not know makes such events";
-        return Err(Flaw::new(ErrorKind::Schema, fields.meta_info.at(), "meta_info", message));
+        return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), "meta_info", message));
     }
     let finish = &fields.finish;
     if finish.is_wrong() {
-        return Err(Flaw::new(ErrorKind::Schema, finish.at(), FINISH, "null or an object with a type was expected"));
+        return Err(EventError::new(
+            ErrorKind::Schema,
+            finish.at(),
+            FINISH,
+            "null or an object with a type was expected",
+        ));
     }
     match finish.get() {
-        Some(Finish { reason: None, .. }) => Err(Flaw::new(
+        Some(Finish { reason: None, .. }) => Err(EventError::new(
             ErrorKind::Schema,
             finish.at(),
             format!("{FINISH}.type"),
             "\"stop\", \"length\" or \"abort\" was expected",
         )),
-        Some(Finish { reason: Some(FinishReason::Abort), status, .. }) if status.is_wrong() => {
-            Err(Flaw::new(ErrorKind::Schema, status.at(), format!("{FINISH}.status_code"), "an integer was expected"))
-        }
+        Some(Finish { reason: Some(FinishReason::Abort), status, .. }) if status.is_wrong() => Err(EventError::new(
+            ErrorKind::Schema,
+            status.at(),
+            format!("{FINISH}.status_code"),
+            "an integer was expected",
+        )),
         found => Ok(found),
     }
 }
 
 /// One stream is one request: `index` and `id`.
-pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Result<(), Flaw> {
+pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Result<(), EventError> {
     checks::index(&fields.index, "index")?;
     checks::id(data, &fields.id, known, "meta_info.id")
 }
 
 /// The types of everything that is read.
-pub(super) fn types(fields: &Fields) -> Result<(), Flaw> {
+pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
     checks::types(&[
         (fields.text.is_wrong(), fields.text.at(), "text", "a string or null was expected"),
         (fields.output_ids.is_wrong(), fields.output_ids.at(), IDS, "a list was expected"),
@@ -67,24 +75,34 @@ pub(super) fn types(fields: &Fields) -> Result<(), Flaw> {
             "base64 was expected",
         ),
     ])?;
-    if let Some((index, at)) = fields.pairs.get().and_then(|pairs| pairs.misshapen) {
-        return Err(Flaw::new(ErrorKind::Schema, at, format!("{PAIRS}[{index}]"), "[logprob, id, text] was expected"));
+    if let Some((index, at)) = fields.pairs.get().and_then(|pairs| pairs.malformed) {
+        return Err(EventError::new(
+            ErrorKind::Schema,
+            at,
+            format!("{PAIRS}[{index}]"),
+            "[logprob, id, text] was expected",
+        ));
     }
     Ok(())
 }
 
 /// `output_ids` must hold the ids of the pairs.
-pub(super) fn ids_beside_pairs(data: &[u8], fields: &Fields, staged: &Staged, kept: &Generation) -> Result<(), Flaw> {
+pub(super) fn ids_beside_pairs(
+    data: &[u8],
+    fields: &Fields,
+    buffers: &EventBuffers,
+    kept: &Generation,
+) -> Result<(), EventError> {
     let (Some(pairs), Some(ids)) = (fields.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
     if pairs.len != ids.len {
         let message = format!("{} ids beside {} pairs: one of the lists has a hole", ids.len, pairs.len);
-        return Err(Flaw::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
+        return Err(EventError::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
     }
-    let Some(index) = staged.first_mismatch(data, pairs, ids, kept) else { return Ok(()) };
+    let Some(index) = buffers.first_mismatch(data, pairs, ids, kept) else { return Ok(()) };
     let at = element_at(data, ids.start, index);
     let pair = excerpt(data, pair_at(data, pairs, index, 1));
     let message = format!("{} beside {pair} in the pair: the ids of one event disagree", excerpt(data, at));
-    Err(Flaw::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
+    Err(EventError::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
 }
 
 /// A list that repeats what was sent must not change it.
@@ -94,11 +112,11 @@ pub(super) fn prefix(
     elements: Elements<'_>,
     step: Step,
     kept: &Generation,
-) -> Result<(), Flaw> {
+) -> Result<(), EventError> {
     let start = match step.shape {
         Shape::Whole => 0,
-        Shape::Glued => step.new,
-        Shape::Bare | Shape::Delta => return Ok(()),
+        Shape::DeltaThenWhole => step.new,
+        Shape::Marker | Shape::Delta => return Ok(()),
     };
     let (Some(list), Some(index)) = (list, elements.first_change(start)) else { return Ok(()) };
     let path = if kept.logprobs.is_some() { PAIRS } else { IDS };
@@ -109,21 +127,21 @@ pub(super) fn prefix(
         kept.token_ids.len()
     );
     let index = start + index;
-    Err(Flaw::new(ErrorKind::Prefix, element_at(data, list.start, index), format!("{path}[{index}]"), message))
+    Err(EventError::new(ErrorKind::Prefix, element_at(data, list.start, index), format!("{path}[{index}]"), message))
 }
 
-/// The new ids; they are staged from `staged_from` on.
+/// The new ids; they are staged from `start` on.
 pub(super) fn ids(
     data: &[u8],
     list: Option<List>,
     step: Step,
-    staged: &Staged,
-    staged_from: usize,
-) -> Result<(), Flaw> {
+    buffers: &EventBuffers,
+    start: usize,
+) -> Result<(), EventError> {
     let Some(list) = list else { return Ok(()) };
-    checks::ids(data, &staged.ids[staged_from..][..step.new], |bad| {
+    checks::ids(data, &buffers.ids[start..][..step.new], |bad| {
         let index = step.first + bad;
-        if staged.has_pairs {
+        if buffers.has_pairs {
             (pair_at(data, list, index, 1), format!("{PAIRS}[{index}][1]"))
         } else {
             (element_at(data, list.start, index), format!("{IDS}[{index}]"))
@@ -136,12 +154,12 @@ pub(super) fn logprobs(
     data: &[u8],
     list: Option<List>,
     step: Step,
-    staged: &Staged,
-    staged_from: usize,
+    buffers: &EventBuffers,
+    start: usize,
     options: &Options,
-) -> Result<usize, Flaw> {
-    let Some(list) = list.filter(|_| staged.has_pairs) else { return Ok(0) };
-    checks::logprobs(data, &staged.logprobs[staged_from..][..step.new], options.clamped, |bad| {
+) -> Result<usize, EventError> {
+    let Some(list) = list.filter(|_| buffers.has_pairs) else { return Ok(0) };
+    checks::logprobs(data, &buffers.logprobs[start..][..step.new], options.clamped, |bad| {
         let index = step.first + bad;
         (pair_at(data, list, index, 0), format!("{PAIRS}[{index}][0]"))
     })

@@ -1,28 +1,28 @@
 //! The rules of counts: how many tokens an event brings, and where in its list they stand.
 //!
-//! `kept` tokens are there already, the event's list has `len` elements, and the engine has told that there are `told`
-//! tokens by now. A delta has `kept + len == told`, a whole list `len == told`. Whatever fits neither was damaged on
+//! `kept` tokens are there already, the event's list has `len` elements, and the engine has reported that there are `reported`
+//! tokens by now. A delta has `kept + len == reported`, a whole list `len == reported`. Whatever fits neither was damaged on
 //! the way, or by the engine; only abort events may be odd, in ways of their own.
 
-use crate::error::{ErrorKind, Flaw};
+use crate::error::{ErrorKind, EventError};
 use crate::field::{Field, List};
 use crate::options::Options;
+use crate::sglang::buffers::Elements;
 use crate::sglang::fields::Fields;
 use crate::sglang::mode::Mode;
 use crate::sglang::paths::{COMPLETION, IDS, LENGTH, PAIRS};
-use crate::sglang::staged::Elements;
 
 /// How the event's list extends the tokens kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shape {
     /// An abort event that says nothing about tokens.
-    Bare,
+    Marker,
     /// Only what is new.
     Delta,
     /// Everything from the start.
     Whole,
     /// A delta, glued before everything from the start.
-    Glued,
+    DeltaThenWhole,
 }
 
 /// What an event brings: elements `first..first + new` of its list.
@@ -41,7 +41,7 @@ pub(super) struct Counts<'a> {
     pub list: &'a Field<List>,
     pub elements: Elements<'a>,
     pub kept: usize,
-    pub told: usize,
+    pub reported: usize,
     pub mode: Mode,
     pub logprobs: bool,
 }
@@ -64,14 +64,14 @@ impl Counts<'_> {
     }
 
     /// The rule for every event but an abort.
-    pub(super) fn step(&self) -> Result<Step, Flaw> {
-        let (kept, len, told) = (self.kept, self.len(), self.told);
+    pub(super) fn step(&self) -> Result<Step, EventError> {
+        let (kept, len, reported) = (self.kept, self.len(), self.reported);
         if self.logprobs && !self.is_listed() {
-            // `told` has seen to it that nothing is missing.
+            // `reported` has seen to it that nothing is missing.
             return Ok(self.delta());
         }
-        let is_delta = kept + len == told;
-        let is_whole = len == told && told >= kept;
+        let is_delta = kept + len == reported;
+        let is_whole = len == reported && reported >= kept;
         match self.mode {
             Mode::Incremental if is_delta => Ok(self.delta()),
             Mode::Cumulative if is_whole => Ok(self.whole()),
@@ -84,14 +84,14 @@ impl Counts<'_> {
     }
 
     /// The rule for an abort event, which obeys no mode: the engine's queue writes it in its own way.
-    pub(super) fn abort_step(&self) -> Result<Step, Flaw> {
-        let (kept, len, told) = (self.kept, self.len(), self.told);
-        if (len == 0 && told < kept) || (!self.is_listed() && told <= kept) {
-            return Ok(Step { shape: Shape::Bare, first: 0, new: 0, mode: self.mode });
+    pub(super) fn abort_step(&self) -> Result<Step, EventError> {
+        let (kept, len, reported) = (self.kept, self.len(), self.reported);
+        if (len == 0 && reported < kept) || (!self.is_listed() && reported <= kept) {
+            return Ok(Step { shape: Shape::Marker, first: 0, new: 0, mode: self.mode });
         }
-        let new = told.saturating_sub(kept);
+        let new = reported.saturating_sub(kept);
         if !self.logprobs {
-            return if len == told && (self.mode == Mode::Cumulative || self.elements.begin_with_kept()) {
+            return if len == reported && (self.mode == Mode::Cumulative || self.elements.begin_with_kept()) {
                 Ok(self.whole())
             } else if len >= new {
                 Ok(Step { new, ..self.delta() })
@@ -99,57 +99,64 @@ impl Counts<'_> {
                 Err(self.miscounted())
             };
         }
-        if kept + len == told {
+        if kept + len == reported {
             Ok(self.delta())
-        } else if len == told {
+        } else if len == reported {
             Ok(self.whole())
-        } else if told >= kept && len == 2 * told - kept && self.elements.begin_with_last(new) {
-            Ok(Step { shape: Shape::Glued, first: len - new, new, mode: self.mode })
+        } else if reported >= kept && len == 2 * reported - kept && self.elements.begin_with_last(new) {
+            Ok(Step { shape: Shape::DeltaThenWhole, first: len - new, new, mode: self.mode })
         } else {
             Err(self.miscounted())
         }
     }
 
-    fn miscounted(&self) -> Flaw {
+    fn miscounted(&self) -> EventError {
         let (field, path) = match self.fields.length.get() {
             Some(_) => (&self.fields.length, LENGTH),
             None => (&self.fields.completion_tokens, COMPLETION),
         };
-        let (kept, len, told) = (self.kept, self.len(), self.told);
+        let (kept, len, reported) = (self.kept, self.len(), self.reported);
         let fits = match self.mode {
-            Mode::Unknown => "that fits neither a cumulative nor an incremental stream",
-            Mode::Cumulative => "that fits no cumulative stream",
-            Mode::Incremental => "that fits no incremental stream",
+            Mode::Unknown => "this fits neither a cumulative nor an incremental stream",
+            Mode::Cumulative => "this does not fit a cumulative stream",
+            Mode::Incremental => "this does not fit an incremental stream",
         };
         let message = format!(
-            "{told} tokens are told, {kept} were kept and the event holds {len}: {fits}. Tokens were lost or doubled on \
-             the way, or the stream is of another mode; resume from the tokens kept"
+            "the engine reports {reported} tokens, {kept} were kept and the event holds {len}: {fits}. Tokens were lost or \
+             repeated on the way, or the stream has another mode; resume from the tokens kept"
         );
-        Flaw::new(ErrorKind::Length, field.at(), path, message)
+        EventError::new(ErrorKind::Length, field.at(), path, message)
     }
 }
 
 /// The engine's own count of the tokens so far.
-pub(super) fn told(fields: &Fields, options: &Options, kept: usize, is_abort: bool) -> Result<usize, Flaw> {
+pub(super) fn reported_tokens(
+    fields: &Fields,
+    options: &Options,
+    kept: usize,
+    is_abort: bool,
+) -> Result<usize, EventError> {
     let (length, completion) = (fields.length.get(), fields.completion_tokens.get());
-    let Some(told) = length.or(completion).and_then(|told| usize::try_from(told).ok()) else {
-        let message = "no count of tokens: without it a lost event would go unnoticed";
-        return Err(Flaw::new(ErrorKind::Schema, fields.meta_info.at(), COMPLETION, message));
+    let Some(reported) = length.or(completion).and_then(|reported| usize::try_from(reported).ok()) else {
+        let message = "the event has no token count, and without it a lost event cannot be detected; ask the server for meta_info.completion_tokens";
+        return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), COMPLETION, message));
     };
-    let is_missing = if is_abort { told > kept } else { told != kept };
+    let is_missing = if is_abort { reported > kept } else { reported != kept };
     if is_missing && options.logprobs && fields.pairs.get().is_none() {
-        let message = format!("missing, though {told} tokens are told, {kept} were kept, and logprobs were asked for");
-        return Err(Flaw::new(ErrorKind::Schema, fields.meta_info.at(), PAIRS, message));
+        let message = format!(
+            "missing, although the engine reports {reported} tokens, {kept} were kept, and logprobs were requested"
+        );
+        return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), PAIRS, message));
     }
     if is_abort && is_missing && !options.logprobs && fields.output_ids.get().is_none() {
-        let message = format!("missing, though {told} tokens are told and {kept} were kept");
-        return Err(Flaw::new(ErrorKind::Schema, fields.meta_info.at(), IDS, message));
+        let message = format!("missing, although the engine reports {reported} tokens and {kept} were kept");
+        return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), IDS, message));
     }
     match (length, completion) {
         (Some(length), Some(completion)) if length != completion => {
             let message = format!("it is {completion}, but output_token_logprobs_length is {length}");
-            Err(Flaw::new(ErrorKind::Length, fields.completion_tokens.at(), COMPLETION, message))
+            Err(EventError::new(ErrorKind::Length, fields.completion_tokens.at(), COMPLETION, message))
         }
-        _ => Ok(told),
+        _ => Ok(reported),
     }
 }

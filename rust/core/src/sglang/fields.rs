@@ -1,6 +1,6 @@
 //! What one SGLang event holds, whatever it is.
 
-use crate::faults::ErrorKeys;
+use crate::engine_error::ErrorKeys;
 use crate::field::{Field, List, RawMatched};
 use crate::generation::FinishReason;
 use crate::span::{RawStr, Span};

@@ -1,6 +1,6 @@
 //! The keys of an SGLang event.
 
-use crate::layout;
+use crate::key_cache;
 
 /// The keys that mean something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(super) enum Level {
     MetaInfo,
 }
 
-impl layout::Key for Key {
+impl key_cache::Key for Key {
     type Level = Level;
     const END: Self = Self::End;
 

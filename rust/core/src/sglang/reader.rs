@@ -5,35 +5,35 @@ use crate::field::{Field, List, Value};
 use crate::generation::FinishReason;
 use crate::json::{Cursor, NotJson, Peek, Result};
 use crate::meta::Member;
+use crate::sglang::buffers::EventBuffers;
 use crate::sglang::fields::{Fields, Finish};
 use crate::sglang::keys::{Key, Level};
-use crate::sglang::staged::Staged;
 use crate::span::Span;
 use crate::text::name;
 
 /// Read one event, to its last byte; or where it is not JSON, and why.
 pub(super) fn read(
     data: &[u8],
-    staged: &mut Staged,
+    buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
     *fields = Fields::EMPTY;
-    let mut reader = Reader { data, cursor: Cursor::new(data), staged, fields };
+    let mut reader = Reader { data, cursor: Cursor::new(data), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
 struct Reader<'a> {
     data: &'a [u8],
     cursor: Cursor<'a>,
-    staged: &'a mut Staged,
+    buffers: &'a mut EventBuffers,
     fields: &'a mut Fields,
 }
 
 impl Reader<'_> {
     fn read(&mut self) -> Result<()> {
-        self.staged.top_members.clear();
-        self.staged.meta_members.clear();
-        self.staged.layout.restart();
+        self.buffers.top_members.clear();
+        self.buffers.meta_members.clear();
+        self.buffers.key_cache.start_event();
         if self.cursor.peek()? == Peek::Object {
             self.fields.is_object = true;
             self.event()?;
@@ -41,8 +41,8 @@ impl Reader<'_> {
             self.cursor.skip_value(0)?;
         }
         self.cursor.finish()?;
-        self.staged.top_members.settle(self.data);
-        self.staged.meta_members.settle(self.data);
+        self.buffers.top_members.finish(self.data);
+        self.buffers.meta_members.finish(self.data);
         Ok(())
     }
 
@@ -58,7 +58,7 @@ impl Reader<'_> {
                 Key::OutputIds => self.fields.output_ids = self.output_ids()?,
                 Key::MetaInfo => self.meta_info()?,
                 other => {
-                    let (key, place) = (self.staged.layout.name(from), self.staged.layout.last());
+                    let (key, place) = (self.buffers.key_cache.name(from), self.buffers.key_cache.last());
                     match other {
                         Key::Index => self.fields.index = self.cursor.next_count(1)?,
                         Key::Error => self.fields.errors.error = self.cursor.next_any(1)?,
@@ -72,7 +72,7 @@ impl Reader<'_> {
                     }
                     let value = self.cursor.value_since(from);
                     let member = Member { key, value };
-                    self.staged.top_members.push(self.data, member, || self.staged.layout.is_twin(place));
+                    self.buffers.top_members.push(self.data, member, || self.buffers.key_cache.is_duplicate(place));
                 }
             }
         }
@@ -81,8 +81,8 @@ impl Reader<'_> {
     fn meta_info(&mut self) -> Result<()> {
         if !self.fields.meta_info.is_absent() {
             self.fields.clear_meta();
-            self.staged.meta_members.clear();
-            self.staged.layout.forget_values();
+            self.buffers.meta_members.clear();
+            self.buffers.key_cache.forget_values();
         }
         self.fields.meta_info = self.cursor.look_for_object(1)?;
         if self.fields.meta_info.get().is_none() {
@@ -95,7 +95,7 @@ impl Reader<'_> {
             let from = self.cursor.at;
             match key {
                 Key::End => return Ok(()),
-                Key::Pairs if self.staged.has_pairs => self.fields.pairs = self.pairs()?,
+                Key::Pairs if self.buffers.has_pairs => self.fields.pairs = self.pairs()?,
                 Key::PromptTokens => self.fields.prompt_tokens = self.cursor.next_count(2)?,
                 Key::RoutedExperts => self.fields.routed_experts = self.cursor.next_string_field(2)?,
                 Key::TopPIds => self.fields.top_p_ids = self.cursor.next_any(2)?,
@@ -108,7 +108,7 @@ impl Reader<'_> {
                     self.fields.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
                 }
                 other => {
-                    let (key, place) = (self.staged.layout.name(from), self.staged.layout.last());
+                    let (key, place) = (self.buffers.key_cache.name(from), self.buffers.key_cache.last());
                     match other {
                         Key::Id => self.fields.id = self.cursor.next_string_field(2)?,
                         Key::FinishReason => self.fields.finish = self.finish()?,
@@ -132,11 +132,13 @@ impl Reader<'_> {
                         other,
                         Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens | Key::WeightVersion
                     ) {
-                        self.staged.layout.keep_value(place, kept);
+                        self.buffers.key_cache.keep_value(place, kept);
                     }
                     if other != Key::CachedTokens {
                         let member = Member { key, value };
-                        self.staged.meta_members.push(self.data, member, || self.staged.layout.is_twin(place));
+                        self.buffers
+                            .meta_members
+                            .push(self.data, member, || self.buffers.key_cache.is_duplicate(place));
                     }
                 }
             }
@@ -145,12 +147,12 @@ impl Reader<'_> {
 
     #[inline]
     fn next_same_value(&mut self) -> bool {
-        self.staged.layout.next_same_value(&mut self.cursor, self.data)
+        self.buffers.key_cache.next_same_value(&mut self.cursor, self.data)
     }
 
     #[inline]
     fn next_key(&mut self, level: Level, is_first: bool) -> Result<Key> {
-        self.staged.layout.next_key(&mut self.cursor, self.data, level, is_first)
+        self.buffers.key_cache.next_key(&mut self.cursor, self.data, level, is_first)
     }
 
     fn finish(&mut self) -> Result<Field<Finish>> {
@@ -175,14 +177,14 @@ impl Reader<'_> {
     }
 
     fn output_ids(&mut self) -> Result<Field<List>> {
-        let Self { data, cursor, staged, .. } = self;
-        let ids = if staged.has_pairs { &mut staged.output_ids } else { &mut staged.ids };
+        let Self { data, cursor, buffers, .. } = self;
+        let ids = if buffers.has_pairs { &mut buffers.output_ids } else { &mut buffers.ids };
         cursor.next_list(1, |cursor, list| {
             ids.clear();
             if list.len == 0 {
                 return Ok(());
             }
-            if let Some((known, end)) = staged.ids_prefix.matches(data, list.start) {
+            if let Some((known, end)) = buffers.ids_prefix.matches(data, list.start) {
                 (list.known, list.end) = (known, end);
                 cursor.at = end;
                 if !cursor.next_element()? {
@@ -197,14 +199,14 @@ impl Reader<'_> {
     }
 
     fn pairs(&mut self) -> Result<Field<List>> {
-        let Self { data, cursor, staged, .. } = self;
+        let Self { data, cursor, buffers, .. } = self;
         cursor.next_list(2, |cursor, list| {
-            staged.ids.clear();
-            staged.logprobs.clear();
+            buffers.ids.clear();
+            buffers.logprobs.clear();
             if list.len == 0 {
                 return Ok(());
             }
-            if let Some((known, end)) = staged.pairs_prefix.matches(data, list.start) {
+            if let Some((known, end)) = buffers.pairs_prefix.matches(data, list.start) {
                 (list.known, list.end) = (known, end);
                 cursor.at = end;
                 if !cursor.next_element()? {
@@ -213,15 +215,15 @@ impl Reader<'_> {
                 }
             }
             loop {
-                if let Some(at) = pair(cursor, data, staged)? {
-                    list.misshapen = list.misshapen.or(Some((list.known + staged.ids.len() - 1, at)));
+                if let Some(at) = pair(cursor, data, buffers)? {
+                    list.malformed = list.malformed.or(Some((list.known + buffers.ids.len() - 1, at)));
                 }
                 list.end = cursor.at;
                 if !cursor.next_element()? {
                     break;
                 }
             }
-            list.len = list.known + staged.ids.len();
+            list.len = list.known + buffers.ids.len();
             Ok(())
         })
     }
@@ -239,27 +241,27 @@ fn finish_type(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Option<FinishReas
 
 /// Stage one `[logprob, id, …]`; its place, if it is nothing of the kind.
 #[inline]
-fn pair(cursor: &mut Cursor<'_>, data: &[u8], staged: &mut Staged) -> Result<Option<usize>> {
+fn pair(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Option<usize>> {
     if let Some((logprob, id)) = cursor.next_plain_pair() {
-        staged.ids.push(i32::try_from(id).unwrap_or(NO_TOKEN));
-        staged.logprobs.push(logprob);
+        buffers.ids.push(i32::try_from(id).unwrap_or(NO_TOKEN));
+        buffers.logprobs.push(logprob);
         return Ok(None);
     }
     let mut logprob = f64::NAN;
     let mut id = NO_TOKEN;
-    let mut misshapen = None;
+    let mut malformed = None;
     let is_array = cursor.peek()? == Peek::Array;
     let at = cursor.at;
     if !is_array {
         cursor.skip_value(3)?;
-        misshapen = Some(at);
+        malformed = Some(at);
     } else if !cursor.next_array() {
-        misshapen = Some(at);
+        malformed = Some(at);
     } else {
         match cursor.peek()? {
             Peek::Number => logprob = cursor.next_number()?.as_f64(data),
             Peek::Null => cursor.skip_word(Peek::Null)?,
-            _ => misshapen = Some(cursor.skip_value(4)?.start()),
+            _ => malformed = Some(cursor.skip_value(4)?.start()),
         }
         if cursor.next_element()? {
             id = next_token(cursor, 4)?;
@@ -267,10 +269,10 @@ fn pair(cursor: &mut Cursor<'_>, data: &[u8], staged: &mut Staged) -> Result<Opt
                 cursor.skip_value(4)?;
             }
         } else {
-            misshapen = misshapen.or(Some(at));
+            malformed = malformed.or(Some(at));
         }
     }
-    staged.ids.push(id);
-    staged.logprobs.push(logprob);
-    Ok(misshapen)
+    buffers.ids.push(id);
+    buffers.logprobs.push(logprob);
+    Ok(malformed)
 }

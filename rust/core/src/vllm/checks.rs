@@ -2,15 +2,15 @@
 
 use crate::arrays::element_at;
 use crate::checks::{self, excerpt};
-use crate::error::{ErrorKind, Flaw};
+use crate::error::{ErrorKind, EventError};
 use crate::field::{Field, List};
 use crate::generation::FinishReason;
 use crate::json::Cursor;
 use crate::options::Options;
 use crate::text::{decode, name};
 use crate::vllm::api::Api;
+use crate::vllm::buffers::EventBuffers;
 use crate::vllm::fields::Fields;
-use crate::vllm::staged::Staged;
 
 pub(super) const CHOICE: &str = "choices[0]";
 const IDS: &str = "choices[0].token_ids";
@@ -18,12 +18,12 @@ const FINISH: &str = "choices[0].finish_reason";
 const COMPLETION: &str = "usage.completion_tokens";
 const PROMPT: &str = "usage.prompt_tokens";
 
-fn schema(at: usize, path: &'static str, message: impl Into<std::borrow::Cow<'static, str>>) -> Flaw {
-    Flaw::new(ErrorKind::Schema, at, path, message)
+fn schema(at: usize, path: &'static str, message: impl Into<std::borrow::Cow<'static, str>>) -> EventError {
+    EventError::new(ErrorKind::Schema, at, path, message)
 }
 
 /// `choices` and the finish reason.
-pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason>, Flaw> {
+pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason>, EventError> {
     if !fields.is_object {
         return Err(schema(0, "", "an event must be a JSON object"));
     }
@@ -55,13 +55,13 @@ pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason
 }
 
 /// One stream is one request: `index` and the id.
-pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&str>) -> Result<(), Flaw> {
+pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&str>) -> Result<(), EventError> {
     checks::index(&fields.choice.index, "choices[0].index")?;
     checks::id(data, &fields.id, known, api.id_path())
 }
 
 /// The types of everything that is read.
-pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), Flaw> {
+pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventError> {
     let (choice, usage) = (&fields.choice, &fields.usage);
     let logprobs = &choice.logprobs;
     checks::types(&[
@@ -79,13 +79,13 @@ pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), Flaw> 
         typed(&usage.details, "usage.prompt_tokens_details", "an object or null was expected"),
         typed(&usage.cached_tokens, "usage.prompt_tokens_details.cached_tokens", "a count was expected"),
     ])?;
-    match logprobs.list.get().and_then(|list| Some((list, list.misshapen?))) {
+    match logprobs.list.get().and_then(|list| Some((list, list.malformed?))) {
         Some((list, (index, at))) if api == Api::Generate && element_at(data, list.start, index) == at => {
             let path = format!("{}[{index}]", api.list_path());
-            Err(Flaw::new(ErrorKind::Schema, at, path, "an object with a logprob was expected"))
+            Err(EventError::new(ErrorKind::Schema, at, path, "an object with a logprob was expected"))
         }
         Some((_, (index, at))) => {
-            Err(Flaw::new(ErrorKind::Schema, at, api.logprob_path(index), "a number was expected"))
+            Err(EventError::new(ErrorKind::Schema, at, api.logprob_path(index), "a number was expected"))
         }
         None => Ok(()),
     }
@@ -96,7 +96,7 @@ fn typed<T: Copy>(field: &Field<T>, path: &'static str, message: &'static str) -
 }
 
 /// Tokens without logprobs that were asked for, or what belongs to tokens without their ids.
-pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api) -> Result<(), Flaw> {
+pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api) -> Result<(), EventError> {
     let choice = &fields.choice;
     let (at, list) = (choice.object.at(), choice.logprobs.list.get());
     let Some(ids) = choice.token_ids.get() else {
@@ -114,53 +114,53 @@ pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api
 }
 
 /// Each list has an element for each token, and the engine counts as many tokens as came.
-pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), Flaw> {
+pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), EventError> {
     let logprobs = &fields.choice.logprobs;
     for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, "choices[0].logprobs.tokens")] {
         if let Some(len) = list.get().map(|list| list.len).filter(|&len| len != new) {
             let message = format!("{len} elements beside {new} token ids: one of the lists has a hole");
-            return Err(Flaw::new(ErrorKind::Length, list.at(), path, message));
+            return Err(EventError::new(ErrorKind::Length, list.at(), path, message));
         }
     }
     let usage = &fields.usage;
-    if let Some(told) = usage.completion_tokens.get().filter(|&told| told != (kept + new) as u64) {
+    if let Some(reported) = usage.completion_tokens.get().filter(|&reported| reported != (kept + new) as u64) {
         let message = format!(
-            "{told} tokens are told, {kept} were kept and the event holds {new}: tokens were lost or doubled on the \
-             way; resume from the tokens kept"
+            "the engine reports {reported} tokens, {kept} were kept and the event holds {new}: tokens were lost or repeated \
+             on the way; resume from the tokens kept"
         );
-        return Err(Flaw::new(ErrorKind::Length, usage.completion_tokens.at(), COMPLETION, message));
+        return Err(EventError::new(ErrorKind::Length, usage.completion_tokens.at(), COMPLETION, message));
     }
     checks::prompt_tokens(&usage.prompt_tokens, options, PROMPT)
 }
 
 /// The id that is named beside a logprob is that of the token.
-pub(super) fn mismatch(data: &[u8], fields: &Fields, staged: &Staged, api: Api) -> Result<(), Flaw> {
+pub(super) fn mismatch(data: &[u8], fields: &Fields, buffers: &EventBuffers, api: Api) -> Result<(), EventError> {
     // In text mode what stands in the place of an id is a text, and may look like one.
     let ids = fields.choice.token_ids.get().filter(|_| !fields.is_text_mode(data));
-    let (Some(ids), Some(index)) = (ids, staged.first_mismatch()) else { return Ok(()) };
+    let (Some(ids), Some(index)) = (ids, buffers.first_mismatch()) else { return Ok(()) };
     let at = element_at(data, ids.start, index);
-    let (id, named) = (excerpt(data, at), staged.named_ids[index]);
+    let (id, named) = (excerpt(data, at), buffers.named_ids[index]);
     let named = if named < 0 { "no token id".to_owned() } else { named.to_string() };
     let message = format!("{id} beside {named} in {}[{index}]: the ids of one event disagree", api.list_path());
-    Err(Flaw::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
+    Err(EventError::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
 }
 
 /// The new ids.
-pub(super) fn ids(data: &[u8], list: Option<List>, staged: &Staged) -> Result<(), Flaw> {
+pub(super) fn ids(data: &[u8], list: Option<List>, buffers: &EventBuffers) -> Result<(), EventError> {
     let Some(list) = list else { return Ok(()) };
-    checks::ids(data, &staged.ids, |index| (element_at(data, list.start, index), format!("{IDS}[{index}]")))
+    checks::ids(data, &buffers.ids, |index| (element_at(data, list.start, index), format!("{IDS}[{index}]")))
 }
 
 /// The new logprobs; how many are stand-ins for minus infinity, if those are to be kept.
 pub(super) fn logprobs(
     data: &[u8],
     fields: &Fields,
-    staged: &Staged,
+    buffers: &EventBuffers,
     options: &Options,
     api: Api,
-) -> Result<usize, Flaw> {
+) -> Result<usize, EventError> {
     let Some(list) = fields.choice.logprobs.list.get() else { return Ok(0) };
-    checks::logprobs(data, &staged.logprobs, options.clamped, |index| {
+    checks::logprobs(data, &buffers.logprobs, options.clamped, |index| {
         let element = element_at(data, list.start, index);
         let at = if api == Api::Generate { logprob_at(data, element) } else { element };
         (at, api.logprob_path(index))

@@ -1,6 +1,6 @@
 //! What one vLLM event holds, whatever it is. A key that is missing and one that is null mean the same.
 
-use crate::faults::ErrorKeys;
+use crate::engine_error::ErrorKeys;
 use crate::field::{Field, List, RawMatched};
 use crate::span::{RawStr, Span};
 use crate::text::name;

@@ -6,32 +6,32 @@ use crate::arrays::{NO_TOKEN, next_token};
 use crate::field::{Field, List};
 use crate::json::{Cursor, Peek, Result};
 use crate::text::name;
-use crate::vllm::staged::{Staged, UNTOLD};
+use crate::vllm::buffers::{EventBuffers, NO_ID};
 
 /// What is written before an id in place of a token's text.
 const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Take `content`: `[{"token_id": 5, "logprob": -0.5, …}, …]`.
-pub(super) fn next_entries(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    staged.clear_logprobs();
-    next_elements(cursor, staged, next_entry)
+pub(super) fn next_entries(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.clear_logprobs();
+    next_elements(cursor, buffers, next_entry)
 }
 
 /// Take `token_logprobs`: `[-0.5, …]`.
-pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    staged.logprobs.clear();
-    next_elements(cursor, staged, |cursor, staged| {
-        let (logprob, misshapen) = next_logprob(cursor, 5)?;
-        staged.logprobs.push(logprob);
-        Ok(misshapen)
+pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.logprobs.clear();
+    next_elements(cursor, buffers, |cursor, buffers| {
+        let (logprob, malformed) = next_logprob(cursor, 5)?;
+        buffers.logprobs.push(logprob);
+        Ok(malformed)
     })
 }
 
 /// Take `tokens`: `["token_id:5", …]`, or texts, which tell nothing.
-pub(super) fn next_names(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    staged.named_ids.clear();
-    next_elements(cursor, staged, |cursor, staged| {
-        staged.named_ids.push(next_name(cursor, 5)?);
+pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.named_ids.clear();
+    next_elements(cursor, buffers, |cursor, buffers| {
+        buffers.named_ids.push(next_name(cursor, 5)?);
         Ok(None)
     })
 }
@@ -40,15 +40,15 @@ pub(super) fn next_names(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result
 #[inline]
 fn next_elements(
     cursor: &mut Cursor<'_>,
-    staged: &mut Staged,
-    mut take: impl FnMut(&mut Cursor<'_>, &mut Staged) -> Result<Option<usize>>,
+    buffers: &mut EventBuffers,
+    mut take: impl FnMut(&mut Cursor<'_>, &mut EventBuffers) -> Result<Option<usize>>,
 ) -> Result<Field<List>> {
     cursor.next_list(4, |cursor, list| {
         let mut more = list.len > 0;
         list.len = 0;
         while more {
-            if let Some(at) = take(cursor, staged)? {
-                list.misshapen = list.misshapen.or(Some((list.len, at)));
+            if let Some(at) = take(cursor, buffers)? {
+                list.malformed = list.malformed.or(Some((list.len, at)));
             }
             list.len += 1;
             list.end = cursor.at;
@@ -60,25 +60,25 @@ fn next_elements(
 
 /// Stage one entry; its place, if it is nothing of the kind.
 #[inline]
-fn next_entry(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Option<usize>> {
+fn next_entry(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Option<usize>> {
     if let Some((id, logprob)) = next_plain_entry(cursor) {
-        staged.named_ids.push(id);
-        staged.logprobs.push(logprob);
+        buffers.named_ids.push(id);
+        buffers.logprobs.push(logprob);
         return Ok(None);
     }
     let object = cursor.look_for_object(5)?;
-    let (mut id, mut name_id) = (UNTOLD, UNTOLD);
+    let (mut id, mut name_id) = (NO_ID, NO_ID);
     let mut logprob = f64::NAN;
-    let mut misshapen = object.get().is_none().then_some(object.at());
-    if misshapen.is_none() {
+    let mut malformed = object.get().is_none().then_some(object.at());
+    if malformed.is_none() {
         let data = cursor.data;
         let mut key = cursor.next_object()?;
         while let Some(raw) = key {
             match &*name(data, raw) {
-                b"logprob" => (logprob, misshapen) = next_logprob(cursor, 6)?,
+                b"logprob" => (logprob, malformed) = next_logprob(cursor, 6)?,
                 b"token_id" if cursor.peek()? == Peek::Null => {
                     cursor.skip_word(Peek::Null)?;
-                    id = UNTOLD;
+                    id = NO_ID;
                 }
                 b"token_id" => id = next_token(cursor, 6)?,
                 b"token" => name_id = next_name(cursor, 6)?,
@@ -89,9 +89,9 @@ fn next_entry(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Option<usi
             key = cursor.next_member()?;
         }
     }
-    staged.named_ids.push(if id == UNTOLD { name_id } else { id });
-    staged.logprobs.push(logprob);
-    Ok(misshapen)
+    buffers.named_ids.push(if id == NO_ID { name_id } else { id });
+    buffers.logprobs.push(logprob);
+    Ok(malformed)
 }
 
 /// Take an entry as vLLM writes it, without a blank, in either way; if it is anything else, nothing.
@@ -156,12 +156,12 @@ fn next_logprob(cursor: &mut Cursor<'_>, depth: u32) -> Result<(f64, Option<usiz
 fn next_name(cursor: &mut Cursor<'_>, depth: u32) -> Result<i32> {
     if cursor.peek()? != Peek::String {
         cursor.skip_value(depth)?;
-        return Ok(UNTOLD);
+        return Ok(NO_ID);
     }
     let data = cursor.data;
     let raw = cursor.next_string()?;
     let text = name(data, raw);
     let digits = text.strip_prefix(PLACEHOLDER).filter(|digits| digits.iter().all(u8::is_ascii_digit));
-    let Some(digits) = digits.filter(|digits| !digits.is_empty()) else { return Ok(UNTOLD) };
+    let Some(digits) = digits.filter(|digits| !digits.is_empty()) else { return Ok(NO_ID) };
     Ok(std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).unwrap_or(NO_TOKEN))
 }

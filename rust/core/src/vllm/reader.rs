@@ -7,19 +7,19 @@ use crate::meta::Member;
 use crate::span::Span;
 use crate::text::name;
 use crate::vllm::api::Api;
+use crate::vllm::buffers::EventBuffers;
 use crate::vllm::fields::{Choice, Fields, Logprobs, Usage};
 use crate::vllm::keys::{Key, Level};
 use crate::vllm::logprobs::{next_entries, next_logprobs, next_names};
-use crate::vllm::staged::Staged;
 
 /// Read one event, to its last byte; or where it is not JSON, and why.
 pub(super) fn read(
     data: &[u8],
     api: Api,
-    staged: &mut Staged,
+    buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    let mut reader = Reader { data, api, cursor: Cursor::new(data), staged, fields };
+    let mut reader = Reader { data, api, cursor: Cursor::new(data), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
@@ -27,13 +27,13 @@ struct Reader<'a> {
     data: &'a [u8],
     api: Api,
     cursor: Cursor<'a>,
-    staged: &'a mut Staged,
+    buffers: &'a mut EventBuffers,
     fields: &'a mut Fields,
 }
 
 impl Reader<'_> {
     fn read(&mut self) -> Result<()> {
-        self.staged.clear();
+        self.buffers.clear();
         if self.cursor.peek()? == Peek::Object {
             self.fields.is_object = true;
             self.event()?;
@@ -41,7 +41,7 @@ impl Reader<'_> {
             self.cursor.skip_value(0)?;
         }
         self.cursor.finish()?;
-        self.staged.members.iter_mut().for_each(|members| members.settle(self.data));
+        self.buffers.members.iter_mut().for_each(|members| members.finish(self.data));
         Ok(())
     }
 
@@ -89,8 +89,8 @@ impl Reader<'_> {
     fn choices(&mut self) -> Result<()> {
         if !self.fields.choices.is_absent() {
             self.fields.choice = Choice::EMPTY;
-            self.staged.clear_choice();
-            self.staged.layout.forget_values();
+            self.buffers.clear_choice();
+            self.buffers.key_cache.forget_values();
         }
         let peek = self.cursor.peek()?;
         let at = self.cursor.at;
@@ -126,8 +126,8 @@ impl Reader<'_> {
             let from = self.cursor.at;
             match key {
                 Key::End => return Ok(()),
-                Key::TokenIds => self.fields.choice.token_ids = next_ids(&mut self.cursor, self.staged)?,
-                Key::Logprobs if self.staged.has_logprobs => self.logprobs()?,
+                Key::TokenIds => self.fields.choice.token_ids = next_ids(&mut self.cursor, self.buffers)?,
+                Key::Logprobs if self.buffers.has_logprobs => self.logprobs()?,
                 Key::Logprobs => {
                     self.cursor.skip_value(3)?;
                 }
@@ -164,17 +164,17 @@ impl Reader<'_> {
     }
 
     fn logprobs(&mut self) -> Result<()> {
-        self.staged.clear_logprobs();
+        self.buffers.clear_logprobs();
         let mut logprobs = Logprobs { object: self.cursor.look_for_object(3)?, ..Logprobs::ABSENT };
         if logprobs.object.get().is_some() {
             let mut key = self.cursor.next_object()?;
             while let Some(raw) = key {
                 match (self.api, &*name(self.data, raw)) {
-                    (Api::Generate, b"content") => logprobs.list = next_entries(&mut self.cursor, self.staged)?,
+                    (Api::Generate, b"content") => logprobs.list = next_entries(&mut self.cursor, self.buffers)?,
                     (Api::Completions, b"token_logprobs") => {
-                        logprobs.list = next_logprobs(&mut self.cursor, self.staged)?;
+                        logprobs.list = next_logprobs(&mut self.cursor, self.buffers)?;
                     }
-                    (Api::Completions, b"tokens") => logprobs.tokens = next_names(&mut self.cursor, self.staged)?,
+                    (Api::Completions, b"tokens") => logprobs.tokens = next_names(&mut self.cursor, self.buffers)?,
                     _ => {
                         self.cursor.skip_value(4)?;
                     }
@@ -189,8 +189,8 @@ impl Reader<'_> {
     fn usage(&mut self) -> Result<()> {
         if !self.fields.usage.object.is_absent() {
             self.fields.usage = Usage::EMPTY;
-            self.staged.members[Level::Usage as usize].clear();
-            self.staged.layout.forget_values();
+            self.buffers.members[Level::Usage as usize].clear();
+            self.buffers.key_cache.forget_values();
         }
         self.fields.usage.object = self.cursor.look_for_object(1)?;
         if self.fields.usage.object.get().is_none() {
@@ -225,12 +225,12 @@ impl Reader<'_> {
 
     #[inline]
     fn next_key(&mut self, level: Level, is_first: bool) -> Result<Key> {
-        self.staged.layout.next_key(&mut self.cursor, self.data, level, is_first)
+        self.buffers.key_cache.next_key(&mut self.cursor, self.data, level, is_first)
     }
 
     #[inline]
     fn next_same_value(&mut self) -> bool {
-        self.staged.layout.next_same_value(&mut self.cursor, self.data)
+        self.buffers.key_cache.next_same_value(&mut self.cursor, self.data)
     }
 
     /// A label that has just been taken as the same again.
@@ -241,21 +241,21 @@ impl Reader<'_> {
     /// The name of the key that has just been taken, and its place in the layout.
     #[inline]
     fn place(&self, from: usize) -> (Span, usize) {
-        (self.staged.layout.name(from), self.staged.layout.last())
+        (self.buffers.key_cache.name(from), self.buffers.key_cache.last())
     }
 
     /// Note the member whose value has just been taken, for `meta` and for the next event.
     #[inline]
     fn push_member(&mut self, level: Level, (key, place): (Span, usize), from: usize, may_come_again: bool) {
         let value = self.cursor.value_since(from);
-        self.staged.layout.keep_value(place, if may_come_again { value.of(self.data) } else { &[] });
-        let layout = &self.staged.layout;
-        self.staged.members[level as usize].push(self.data, Member { key, value }, || layout.is_twin(place));
+        self.buffers.key_cache.keep_value(place, if may_come_again { value.of(self.data) } else { &[] });
+        let key_cache = &self.buffers.key_cache;
+        self.buffers.members[level as usize].push(self.data, Member { key, value }, || key_cache.is_duplicate(place));
     }
 }
 
-fn next_ids(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    let ids = &mut staged.ids;
+fn next_ids(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    let ids = &mut buffers.ids;
     ids.clear();
     cursor.next_list(3, |cursor, list| {
         if list.len > 0 {

@@ -1,6 +1,6 @@
 //! The engine's own errors, in every shape that it and the routers before it use.
 
-use crate::error::EngineFault;
+use crate::error::EngineError;
 use crate::field::Field;
 use crate::json::Cursor;
 use crate::span::{RawStr, Span};
@@ -27,7 +27,7 @@ impl ErrorKeys {
 
     /// Whether the event is an error. One that `is_event`, having what each part of a generation has, tells so by
     /// `error` alone.
-    pub(crate) fn tell_error(&self, data: &[u8], is_event: bool) -> bool {
+    pub(crate) fn is_error(&self, data: &[u8], is_event: bool) -> bool {
         let says_error = self.object.get().is_some_and(|object| decode(data, object) == "error");
         self.error(data).is_some() || (!is_event && (self.detail.get().is_some() || says_error))
     }
@@ -38,7 +38,7 @@ impl ErrorKeys {
     }
 
     /// What an error event says, in any of the shapes that engines and routers use.
-    pub(crate) fn fault(&self, data: &[u8]) -> EngineFault {
+    pub(crate) fn engine_error(&self, data: &[u8]) -> EngineError {
         let outer = (self.message.get(), self.code.get());
         let (message, code) = match (self.error(data), self.detail.get()) {
             (Some(error), _) if data[error.start()] == b'{' => {
@@ -55,7 +55,7 @@ impl ErrorKeys {
         };
         let digits = code.map(|code| label(data, code)).filter(|code| code.bytes().all(|byte| byte.is_ascii_digit()));
         let status = digits.and_then(|code| code.parse().ok());
-        EngineFault { message, status }
+        EngineError { message, status }
     }
 }
 

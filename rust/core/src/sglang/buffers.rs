@@ -4,13 +4,13 @@ use crate::arrays::{NO_TOKEN, element_at};
 use crate::field::List;
 use crate::generation::Generation;
 use crate::json::Cursor;
-use crate::layout::Layout;
+use crate::key_cache::KeyCache;
 use crate::meta::Members;
 use crate::prefix::Prefix;
 use crate::sglang::keys::Key;
 
 /// The elements of an event's lists, and what earlier lists began with. Kept from event to event for its memory.
-pub(super) struct Staged {
+pub(super) struct EventBuffers {
     /// Whether pairs were asked for; without them the ids are the list that counts.
     pub has_pairs: bool,
     /// The ids of the list that counts.
@@ -23,10 +23,10 @@ pub(super) struct Staged {
     pub ids_prefix: Prefix,
     pub top_members: Members,
     pub meta_members: Members,
-    pub layout: Layout<Key>,
+    pub key_cache: KeyCache<Key>,
 }
 
-impl Staged {
+impl EventBuffers {
     pub(super) fn new(has_pairs: bool) -> Self {
         Self {
             has_pairs,
@@ -37,18 +37,18 @@ impl Staged {
             ids_prefix: Prefix::new(),
             top_members: Members::default(),
             meta_members: Members::default(),
-            layout: Layout::default(),
+            key_cache: KeyCache::default(),
         }
     }
 
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn held_bytes(&self) -> usize {
         (self.ids.capacity() + self.output_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
-            + self.top_members.held()
-            + self.meta_members.held()
-            + self.layout.held()
-            + self.pairs_prefix.held()
-            + self.ids_prefix.held()
+            + self.top_members.held_bytes()
+            + self.meta_members.held_bytes()
+            + self.key_cache.held_bytes()
+            + self.pairs_prefix.held_bytes()
+            + self.ids_prefix.held_bytes()
     }
 }
 
@@ -56,13 +56,13 @@ impl Staged {
 #[derive(Clone, Copy)]
 pub(super) struct Elements<'a> {
     list: Option<List>,
-    staged: &'a Staged,
+    buffers: &'a EventBuffers,
     kept: &'a Generation,
 }
 
 impl<'a> Elements<'a> {
-    pub(super) fn new(list: Option<List>, staged: &'a Staged, kept: &'a Generation) -> Self {
-        Self { list, staged, kept }
+    pub(super) fn new(list: Option<List>, buffers: &'a EventBuffers, kept: &'a Generation) -> Self {
+        Self { list, buffers, kept }
     }
 
     fn len(self) -> usize {
@@ -71,13 +71,13 @@ impl<'a> Elements<'a> {
 
     fn id(self, index: usize) -> Option<i32> {
         let known = self.list?.known;
-        if index < known { self.kept.token_ids.get(index) } else { self.staged.ids.get(index - known) }.copied()
+        if index < known { self.kept.token_ids.get(index) } else { self.buffers.ids.get(index - known) }.copied()
     }
 
     fn logprob(self, index: usize) -> Option<f64> {
         let known = self.list?.known;
         let kept = self.kept.logprobs.as_ref()?;
-        if index < known { kept.get(index) } else { self.staged.logprobs.get(index - known) }.copied()
+        if index < known { kept.get(index) } else { self.buffers.logprobs.get(index - known) }.copied()
     }
 
     /// The first element from `start` on that is not the token kept in its place.
@@ -111,9 +111,9 @@ fn is_none(logprob: Option<f64>) -> bool {
     logprob.is_none_or(f64::is_nan)
 }
 
-impl Staged {
+impl EventBuffers {
     /// Have the elements from `first` on staged; where they begin there.
-    pub(super) fn stage_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
+    pub(super) fn buffer_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
         let known = list.map_or(0, |list| list.known);
         if first >= known {
             return first - known;
@@ -131,8 +131,8 @@ impl Staged {
         if pairs.known == ids.known && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
             return None;
         }
-        let from = |known: usize, staged: &'_ [i32], index: usize| {
-            if index < known { kept.token_ids.get(index) } else { staged.get(index - known) }.copied()
+        let from = |known: usize, new: &'_ [i32], index: usize| {
+            if index < known { kept.token_ids.get(index) } else { new.get(index - known) }.copied()
         };
         (0..pairs.len.min(ids.len)).find(|&index| {
             let pair = from(pairs.known, &self.ids, index);

@@ -22,13 +22,13 @@ pub(crate) trait Key: Copy {
 }
 
 /// A longer value is not kept to be compared.
-const MAX_KEPT: usize = 64;
+const MAX_VALUE_BYTES: usize = 64;
 
 /// An event of more keys is read plainly, so that looking for twins stays cheap.
-const MAX_PLACES: usize = 128;
+const MAX_KEYS: usize = 128;
 
 /// One key of the last event.
-struct Place<K: Key> {
+struct CachedKey<K: Key> {
     level: K::Level,
     key: K,
     /// As in `,"text":`, with the brace or comma before it.
@@ -40,28 +40,28 @@ struct Place<K: Key> {
     /// The last value, if it may be passed over when it comes again; else empty.
     value: Vec<u8>,
     /// The key stands twice in an object: then which one is the last must not be forgotten.
-    is_twin: bool,
+    is_duplicate: bool,
 }
 
 /// The keys of the last event, in order.
-pub(crate) struct Layout<K: Key> {
-    places: Vec<Place<K>>,
+pub(crate) struct KeyCache<K: Key> {
+    places: Vec<CachedKey<K>>,
     next: usize,
     /// An event had too many keys.
-    is_off: bool,
+    is_disabled: bool,
     /// The key that has just been taken, if it has no place.
     name: Option<Span>,
 }
 
-impl<K: Key> Default for Layout<K> {
+impl<K: Key> Default for KeyCache<K> {
     fn default() -> Self {
-        Self { places: Vec::new(), next: 0, is_off: false, name: None }
+        Self { places: Vec::new(), next: 0, is_disabled: false, name: None }
     }
 }
 
-impl<K: Key> Layout<K> {
+impl<K: Key> KeyCache<K> {
     /// An event begins.
-    pub(crate) fn restart(&mut self) {
+    pub(crate) fn start_event(&mut self) {
         self.next = 0;
     }
 
@@ -117,14 +117,14 @@ impl<K: Key> Layout<K> {
     pub(crate) fn keep_value(&mut self, index: usize, value: &[u8]) {
         let Some(place) = self.places.get_mut(index).filter(|_| self.name.is_none()) else { return };
         place.value.clear();
-        if value.len() <= MAX_KEPT && !place.is_twin {
+        if value.len() <= MAX_VALUE_BYTES && !place.is_duplicate {
             place.value.extend_from_slice(value);
         }
     }
 
     /// Whether the key at `index` may stand twice.
-    pub(crate) fn is_twin(&self, index: usize) -> bool {
-        self.places.get(index).is_none_or(|place| place.is_twin)
+    pub(crate) fn is_duplicate(&self, index: usize) -> bool {
+        self.places.get(index).is_none_or(|place| place.is_duplicate)
     }
 
     /// What the last event said does not count: keep no value of it.
@@ -145,31 +145,31 @@ impl<K: Key> Layout<K> {
         };
         let plain = plain_name(data, name);
         let key = K::of(level, &plain);
-        if self.is_off || self.next == MAX_PLACES {
-            self.is_off = true;
+        if self.is_disabled || self.next == MAX_KEYS {
+            self.is_disabled = true;
             self.places.clear();
             self.name = Some(name.span);
             return Ok(key);
         }
-        let place = Place {
+        let place = CachedKey {
             level,
             key,
             raw: data[start..cursor.at].to_vec(),
             name: name.span.start() - start..name.span.end() - start,
             plain: plain.into(),
             value: Vec::new(),
-            is_twin: false,
+            is_duplicate: false,
         };
         self.put(place);
         Ok(key)
     }
 
-    fn put(&mut self, mut place: Place<K>) {
+    fn put(&mut self, mut place: CachedKey<K>) {
         for (index, other) in self.places.iter_mut().enumerate() {
             if index != self.next && other.level == place.level && other.plain == place.plain {
-                other.is_twin = true;
+                other.is_duplicate = true;
                 other.value.clear();
-                place.is_twin = true;
+                place.is_duplicate = true;
             }
         }
         match self.places.get_mut(self.next) {
@@ -179,8 +179,8 @@ impl<K: Key> Layout<K> {
         self.next += 1;
     }
 
-    pub(crate) fn held(&self) -> usize {
-        let kept = |place: &Place<K>| place.raw.capacity() + place.value.capacity() + place.plain.len();
-        self.places.capacity() * size_of::<Place<K>>() + self.places.iter().map(kept).sum::<usize>()
+    pub(crate) fn held_bytes(&self) -> usize {
+        let kept = |place: &CachedKey<K>| place.raw.capacity() + place.value.capacity() + place.plain.len();
+        self.places.capacity() * size_of::<CachedKey<K>>() + self.places.iter().map(kept).sum::<usize>()
     }
 }

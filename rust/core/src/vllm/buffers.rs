@@ -1,15 +1,15 @@
 //! The elements of an event's lists, on their way to the generation.
 
 use crate::arrays::NO_TOKEN;
-use crate::layout::Layout;
+use crate::key_cache::KeyCache;
 use crate::meta::Members;
 use crate::vllm::keys::{Key, Level};
 
 /// Stands for the id of an entry that tells none.
-pub(super) const UNTOLD: i32 = -2;
+pub(super) const NO_ID: i32 = -2;
 
 /// Kept from event to event for its memory.
-pub(super) struct Staged {
+pub(super) struct EventBuffers {
     /// Whether logprobs were asked for.
     pub has_logprobs: bool,
     pub ids: Vec<i32>,
@@ -19,10 +19,10 @@ pub(super) struct Staged {
     pub named_ids: Vec<i32>,
     /// Of the event, its choice, and its usage.
     pub members: [Members; 3],
-    pub layout: Layout<Key>,
+    pub key_cache: KeyCache<Key>,
 }
 
-impl Staged {
+impl EventBuffers {
     pub(super) fn new(has_logprobs: bool) -> Self {
         Self {
             has_logprobs,
@@ -30,14 +30,14 @@ impl Staged {
             logprobs: Vec::new(),
             named_ids: Vec::new(),
             members: Default::default(),
-            layout: Layout::default(),
+            key_cache: KeyCache::default(),
         }
     }
 
     /// An event begins.
     pub(super) fn clear(&mut self) {
         self.members.iter_mut().for_each(Members::clear);
-        self.layout.restart();
+        self.key_cache.start_event();
         self.clear_choice();
     }
 
@@ -58,14 +58,14 @@ impl Staged {
         if self.ids == self.named_ids {
             return None;
         }
-        let is_other = |(&id, &named): (&i32, &i32)| id != named && id != NO_TOKEN && named != UNTOLD;
+        let is_other = |(&id, &named): (&i32, &i32)| id != named && id != NO_TOKEN && named != NO_ID;
         self.ids.iter().zip(&self.named_ids).position(is_other)
     }
 
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn held_bytes(&self) -> usize {
         (self.ids.capacity() + self.named_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
-            + self.members.iter().map(Members::held).sum::<usize>()
-            + self.layout.held()
+            + self.members.iter().map(Members::held_bytes).sum::<usize>()
+            + self.key_cache.held_bytes()
     }
 }
