@@ -10,17 +10,6 @@ use crate::text::decode;
 /// What engines write for minus infinity: the smallest float32, and vLLM's own.
 const CLAMPED: [f64; 2] = [-3.402_823_466_385_288_6e38, -9999.0];
 
-/// The type of one field: whether it is wrong, its place and path, and what was expected.
-pub(crate) type Typed = (bool, usize, &'static str, &'static str);
-
-/// The first field of a wrong type is a flaw.
-pub(crate) fn types(fields: &[Typed]) -> Result<(), EventError> {
-    match fields.iter().find(|(is_wrong, ..)| *is_wrong) {
-        Some(&(_, at, path, message)) => Err(EventError::new(ErrorKind::Schema, at, path, message)),
-        None => Ok(()),
-    }
-}
-
 /// One stream is one generation.
 pub(crate) fn index(index: &Field<u64>, path: &'static str) -> Result<(), EventError> {
     if index.is_wrong() || index.get().is_some_and(|index| index != 0) {

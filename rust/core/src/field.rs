@@ -3,6 +3,7 @@
 //! Reading and judging are apart: the whole event must be JSON before anything else about it matters, so a value of
 //! a wrong type is noted here and reported later, when its turn comes.
 
+use crate::error::{ErrorKind, EventError};
 use crate::generation::Matched;
 use crate::json::{Cursor, Peek, Result};
 use crate::span::{RawStr, Span};
@@ -18,11 +19,54 @@ pub(crate) enum Value<T> {
     Is(T),
 }
 
+/// What a value must be, as errors say it.
+pub(crate) trait Expected {
+    const EXPECTED: &'static str;
+}
+
+impl Expected for RawStr {
+    const EXPECTED: &'static str = "expected a string or null";
+}
+
+impl Expected for u64 {
+    const EXPECTED: &'static str = "expected a count (an integer in 0 … 4294967295) or null";
+}
+
+impl Expected for List {
+    const EXPECTED: &'static str = "expected a list or null";
+}
+
+impl Expected for () {
+    const EXPECTED: &'static str = "expected an object or null";
+}
+
+/// A label: other values that are kept as a [`Span`] may have any type.
+impl Expected for Span {
+    const EXPECTED: &'static str = "expected a string, a number or null";
+}
+
 /// A key's value and its place in the event.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field<T> {
     place: Span,
     pub value: Value<T>,
+}
+
+impl<T: Copy> Default for Field<T> {
+    fn default() -> Self {
+        Self::ABSENT
+    }
+}
+
+impl<T: Copy + Expected> Field<T> {
+    /// A value of a wrong type is an error.
+    #[inline]
+    pub(crate) fn check_type(&self, path: &'static str) -> std::result::Result<(), EventError> {
+        if self.is_wrong() {
+            return Err(EventError::new(ErrorKind::Schema, self.at(), path, T::EXPECTED));
+        }
+        Ok(())
+    }
 }
 
 impl<T: Copy> Field<T> {

@@ -53,7 +53,7 @@ impl Sglang {
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
-        let mut fields = Fields::EMPTY;
+        let mut fields = Fields::default();
         read(data, &mut self.buffers, &mut fields)
             .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
         if is_error || fields.errors.is_error(data, !fields.meta_info.is_absent()) {
@@ -89,7 +89,7 @@ impl Sglang {
         checks::identity(data, fields, self.id.as_deref())?;
         checks::types(fields)?;
         let kept = &builder.generation;
-        let counted = if options.logprobs { &fields.pairs } else { &fields.output_ids };
+        let counted = if options.logprobs { &fields.meta.pairs } else { &fields.output_ids };
         let list = counted.get();
         let is_abort = reason == Some(FinishReason::Abort);
         let counts = Counts {
@@ -102,7 +102,7 @@ impl Sglang {
             logprobs: options.logprobs,
         };
         let step = if is_abort { counts.abort_step()? } else { counts.step()? };
-        prompt_tokens(&fields.prompt_tokens, options, "meta_info.prompt_tokens")?;
+        prompt_tokens(&fields.meta.prompt_tokens, options, "meta_info.prompt_tokens")?;
         if !is_abort {
             checks::ids_beside_pairs(data, fields, &self.buffers, kept)?;
         }
@@ -146,16 +146,17 @@ impl Sglang {
         if let Some(logprobs) = &mut generation.logprobs {
             logprobs.extend_from_slice(&self.buffers.logprobs[start..][..step.new]);
         }
-        if let Some(label) = fields.weight_version.get() {
+        if let Some(label) = fields.meta.weight_version.get() {
             generation.extend_version(self.version.decode(data, label), kept);
         }
-        generation.prompt_tokens = fields.prompt_tokens.get().or(generation.prompt_tokens);
-        generation.cached_tokens = fields.cached_tokens.get().or(generation.cached_tokens);
-        if let (None, Some(id)) = (&self.id, fields.id.get()) {
+        generation.prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
+        generation.cached_tokens = fields.meta.cached_tokens.get().or(generation.cached_tokens);
+        if let (None, Some(id)) = (&self.id, fields.meta.id.get()) {
             self.id = Some(decode(data, id));
         }
-        builder.meta[0].update(data, &self.buffers.top_members);
-        builder.meta[1].update(data, &self.buffers.meta_members);
+        for (meta, members) in builder.meta.iter_mut().zip(&self.buffers.members) {
+            meta.update(data, members);
+        }
     }
 
     fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, builder: &mut GenerationBuilder) {
@@ -166,8 +167,8 @@ impl Sglang {
             }
             return;
         };
-        let is_abort = fields.finish.get().is_some_and(|finish| finish.reason == Some(FinishReason::Abort));
-        let is_from_queue = is_abort && fields.prompt_tokens.get().is_none();
+        let is_abort = fields.meta.finish.get().is_some_and(|finish| finish.reason == Some(FinishReason::Abort));
+        let is_from_queue = is_abort && fields.meta.prompt_tokens.get().is_none();
         match step.shape {
             Shape::Marker => {}
             Shape::DeltaThenWhole => {
@@ -198,7 +199,7 @@ impl Sglang {
             buffers.pairs_prefix.clear();
             buffers.ids_prefix.clear();
         } else if is_all {
-            if let Some(list) = fields.pairs.get() {
+            if let Some(list) = fields.meta.pairs.get() {
                 buffers.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
             }
             match fields.output_ids.get() {

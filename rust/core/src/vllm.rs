@@ -49,7 +49,7 @@ impl Vllm {
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
-        let mut fields = Fields::EMPTY;
+        let mut fields = Fields::default();
         read(data, self.api, &mut self.buffers, &mut fields)
             .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
         if is_error || fields.errors.is_error(data, !fields.choices.is_absent()) {
@@ -69,7 +69,7 @@ impl Vllm {
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
-        let mut fields = Fields::EMPTY;
+        let mut fields = Fields::default();
         let is_read = read(data, self.api, &mut self.buffers, &mut fields).is_ok();
         if is_read && !is_error && !fields.errors.is_error(data, true) && fields.choices.get() == Some(0) {
             self.check_and_apply(data, &fields, None, options, builder)?;

@@ -9,6 +9,13 @@ use crate::meta::Members;
 use crate::prefix::Prefix;
 use crate::sglang::keys::Key;
 
+/// The objects of an event whose keys go to `Generation.meta`.
+#[derive(Clone, Copy)]
+pub(super) enum Level {
+    Event,
+    Meta,
+}
+
 /// The elements of an event's lists, and what earlier lists began with. Kept from event to event for its memory.
 pub(super) struct EventBuffers {
     /// Whether pairs were asked for; without them the ids are the list that counts.
@@ -21,8 +28,8 @@ pub(super) struct EventBuffers {
     pub output_ids: Vec<i32>,
     pub pairs_prefix: Prefix,
     pub ids_prefix: Prefix,
-    pub top_members: Members,
-    pub meta_members: Members,
+    /// For each [`Level`], what goes to `Generation.meta`.
+    pub members: [Members; 2],
     pub key_cache: KeyCache<Key>,
 }
 
@@ -35,8 +42,7 @@ impl EventBuffers {
             output_ids: Vec::new(),
             pairs_prefix: Prefix::new(),
             ids_prefix: Prefix::new(),
-            top_members: Members::default(),
-            meta_members: Members::default(),
+            members: Default::default(),
             key_cache: KeyCache::default(),
         }
     }
@@ -44,8 +50,7 @@ impl EventBuffers {
     pub(super) fn held_bytes(&self) -> usize {
         (self.ids.capacity() + self.output_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
-            + self.top_members.held_bytes()
-            + self.meta_members.held_bytes()
+            + self.members.iter().map(Members::held_bytes).sum::<usize>()
             + self.key_cache.held_bytes()
             + self.pairs_prefix.held_bytes()
             + self.ids_prefix.held_bytes()

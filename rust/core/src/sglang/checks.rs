@@ -8,7 +8,8 @@ use crate::generation::{FinishReason, Generation};
 use crate::options::Options;
 use crate::sglang::buffers::{Elements, EventBuffers, pair_at};
 use crate::sglang::counts::{Shape, Step};
-use crate::sglang::fields::{Fields, Finish};
+use crate::sglang::fields::{Fields, Finish, MetaFields};
+use crate::sglang::keys::{EventKey, MetaKey};
 use crate::sglang::paths::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
 
 /// `meta_info` and the finish type.
@@ -18,9 +19,9 @@ pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, EventError> {
     }
     if fields.meta_info.get().is_none() {
         let message = "an object was expected; a router that drops fields it does not know makes such events";
-        return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), "meta_info", message));
+        return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), EventKey::MetaInfo.path(), message));
     }
-    let finish = &fields.finish;
+    let finish = &fields.meta.finish;
     if finish.is_wrong() {
         return Err(EventError::new(
             ErrorKind::Schema,
@@ -48,40 +49,43 @@ pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, EventError> {
 
 /// One stream is one request: `index` and `id`.
 pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Result<(), EventError> {
-    checks::index(&fields.index, "index")?;
-    checks::id(data, &fields.id, known, "meta_info.id")
+    checks::index(&fields.index, EventKey::Index.path())?;
+    checks::id(data, &fields.meta.id, known, MetaKey::Id.path())
 }
 
-/// The types of everything that is read.
+/// The types of everything that is read. Fields with a rule of their own are checked where that rule is.
 pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
-    checks::types(&[
-        (fields.text.is_wrong(), fields.text.at(), "text", "a string or null was expected"),
-        (fields.output_ids.is_wrong(), fields.output_ids.at(), IDS, "a list was expected"),
-        (fields.pairs.is_wrong(), fields.pairs.at(), PAIRS, "a list was expected"),
-        (fields.length.is_wrong(), fields.length.at(), LENGTH, "a count was expected"),
-        (fields.completion_tokens.is_wrong(), fields.completion_tokens.at(), COMPLETION, "a count was expected"),
-        (fields.prompt_tokens.is_wrong(), fields.prompt_tokens.at(), "meta_info.prompt_tokens", "a count was expected"),
-        (fields.cached_tokens.is_wrong(), fields.cached_tokens.at(), "meta_info.cached_tokens", "a count was expected"),
-        (
-            fields.weight_version.is_wrong(),
-            fields.weight_version.at(),
-            "meta_info.weight_version",
-            "a string was expected",
-        ),
-        (
-            fields.routed_experts.is_wrong(),
-            fields.routed_experts.at(),
-            "meta_info.routed_experts",
-            "base64 was expected",
-        ),
-    ])?;
-    if let Some((index, at)) = fields.pairs.get().and_then(|pairs| pairs.malformed) {
-        return Err(EventError::new(
-            ErrorKind::Schema,
-            at,
-            format!("{PAIRS}[{index}]"),
-            "[logprob, id, text] was expected",
-        ));
+    let Fields { is_object: _, text, output_ids, index: _, errors: _, meta_info: _, meta } = fields;
+    let MetaFields {
+        id: _,
+        finish: _,
+        prompt_tokens,
+        completion_tokens,
+        cached_tokens,
+        pairs,
+        length,
+        weight_version,
+        weight_versions: _,
+        routed_experts,
+        routed_experts_dtype: _,
+        top_p_ids: _,
+        top_p_offsets: _,
+        top_p_kept_ids: _,
+        top_p_kept_offsets: _,
+        sampling_mask: _,
+    } = meta;
+    text.check_type(EventKey::Text.path())?;
+    output_ids.check_type(IDS)?;
+    pairs.check_type(PAIRS)?;
+    length.check_type(LENGTH)?;
+    completion_tokens.check_type(COMPLETION)?;
+    prompt_tokens.check_type(MetaKey::PromptTokens.path())?;
+    cached_tokens.check_type(MetaKey::CachedTokens.path())?;
+    weight_version.check_type(MetaKey::WeightVersion.path())?;
+    routed_experts.check_type(MetaKey::RoutedExperts.path())?;
+    if let Some((index, at)) = pairs.get().and_then(|pairs| pairs.malformed) {
+        let path = format!("{PAIRS}[{index}]");
+        return Err(EventError::new(ErrorKind::Schema, at, path, "expected [logprob, token id, text]"));
     }
     Ok(())
 }
@@ -93,7 +97,7 @@ pub(super) fn ids_beside_pairs(
     buffers: &EventBuffers,
     kept: &Generation,
 ) -> Result<(), EventError> {
-    let (Some(pairs), Some(ids)) = (fields.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
+    let (Some(pairs), Some(ids)) = (fields.meta.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
     if pairs.len != ids.len {
         let message = format!("{} ids beside {} pairs: one of the lists has a hole", ids.len, pairs.len);
         return Err(EventError::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));

@@ -111,9 +111,9 @@ impl Counts<'_> {
     }
 
     fn miscounted(&self) -> EventError {
-        let (field, path) = match self.fields.length.get() {
-            Some(_) => (&self.fields.length, LENGTH),
-            None => (&self.fields.completion_tokens, COMPLETION),
+        let (field, path) = match self.fields.meta.length.get() {
+            Some(_) => (&self.fields.meta.length, LENGTH),
+            None => (&self.fields.meta.completion_tokens, COMPLETION),
         };
         let (kept, len, reported) = (self.kept, self.len(), self.reported);
         let fits = match self.mode {
@@ -136,13 +136,13 @@ pub(super) fn reported_tokens(
     kept: usize,
     is_abort: bool,
 ) -> Result<usize, EventError> {
-    let (length, completion) = (fields.length.get(), fields.completion_tokens.get());
+    let (length, completion) = (fields.meta.length.get(), fields.meta.completion_tokens.get());
     let Some(reported) = length.or(completion).and_then(|reported| usize::try_from(reported).ok()) else {
         let message = "the event has no token count, and without it a lost event cannot be detected; ask the server for meta_info.completion_tokens";
         return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), COMPLETION, message));
     };
     let is_missing = if is_abort { reported > kept } else { reported != kept };
-    if is_missing && options.logprobs && fields.pairs.get().is_none() {
+    if is_missing && options.logprobs && fields.meta.pairs.get().is_none() {
         let message = format!(
             "missing, although the engine reports {reported} tokens, {kept} were kept, and logprobs were requested"
         );
@@ -155,7 +155,7 @@ pub(super) fn reported_tokens(
     match (length, completion) {
         (Some(length), Some(completion)) if length != completion => {
             let message = format!("it is {completion}, but output_token_logprobs_length is {length}");
-            Err(EventError::new(ErrorKind::Length, fields.completion_tokens.at(), COMPLETION, message))
+            Err(EventError::new(ErrorKind::Length, fields.meta.completion_tokens.at(), COMPLETION, message))
         }
         _ => Ok(reported),
     }

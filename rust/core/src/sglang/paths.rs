@@ -1,7 +1,9 @@
-//! The names of SGLang's fields, as errors give them.
+//! The paths of SGLang's fields that several errors name.
 
-pub(super) const PAIRS: &str = "meta_info.output_token_logprobs";
-pub(super) const IDS: &str = "output_ids";
-pub(super) const LENGTH: &str = "meta_info.output_token_logprobs_length";
-pub(super) const COMPLETION: &str = "meta_info.completion_tokens";
-pub(super) const FINISH: &str = "meta_info.finish_reason";
+use crate::sglang::keys::{EventKey, MetaKey};
+
+pub(super) const IDS: &str = EventKey::OutputIds.path();
+pub(super) const PAIRS: &str = MetaKey::Pairs.path();
+pub(super) const LENGTH: &str = MetaKey::Length.path();
+pub(super) const COMPLETION: &str = MetaKey::CompletionTokens.path();
+pub(super) const FINISH: &str = MetaKey::FinishReason.path();

@@ -6,16 +6,17 @@ use crate::field::Value;
 use crate::generation::{Generation, RoutedExperts, TopP};
 use crate::options::{Dtype, Options};
 use crate::sglang::fields::Fields;
+use crate::sglang::keys::MetaKey;
 use crate::side::{ExpertShape, Masks, Progress, SideData, check_range, sampling_mask, versions};
 use crate::span::{RawStr, Span};
 use crate::text::decode;
 
-const EXPERTS: &str = "meta_info.routed_experts";
-const DTYPE: &str = "meta_info.routed_experts_dtype";
-const TOP_P_IDS: &str = "meta_info.top_p_token_ids";
-const TOP_P_OFFSETS: &str = "meta_info.top_p_token_offsets";
-const MASK: &str = "meta_info.output_token_sampling_mask";
-const VERSIONS: &str = "meta_info.weight_versions";
+const EXPERTS: &str = MetaKey::RoutedExperts.path();
+const DTYPE: &str = MetaKey::RoutedExpertsDtype.path();
+const TOP_P_IDS: &str = MetaKey::TopPIds.path();
+const TOP_P_OFFSETS: &str = MetaKey::TopPOffsets.path();
+const MASK: &str = MetaKey::SamplingMask.path();
+const VERSIONS: &str = MetaKey::WeightVersions.path();
 
 /// Read the side data of an event whose list has `len` elements, and check it.
 pub(super) fn read(
@@ -26,12 +27,12 @@ pub(super) fn read(
     options: &Options,
     generation: &Generation,
 ) -> Result<SideData, EventError> {
-    let experts = match fields.routed_experts.get() {
+    let experts = match fields.meta.routed_experts.get() {
         Some(text) => Some(experts(data, text, fields, progress, options, generation)?),
         None => None,
     };
     let masks = masks(data, fields, progress, len)?;
-    let versions = match fields.weight_versions.get() {
+    let versions = match fields.meta.weight_versions.get() {
         Some(value) if progress.is_last => Some(versions(data, value, progress.total(), VERSIONS)?),
         _ => None,
     };
@@ -46,10 +47,10 @@ fn experts(
     options: &Options,
     generation: &Generation,
 ) -> Result<(RoutedExperts, Option<usize>), EventError> {
-    let at = fields.routed_experts.at();
-    let prompt_tokens = fields.prompt_tokens.get().or(generation.prompt_tokens);
+    let at = fields.meta.routed_experts.at();
+    let prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
     let shape = ExpertShape::of(options, prompt_tokens, progress.total(), at, EXPERTS)?;
-    let dtype = match fields.routed_experts_dtype.value {
+    let dtype = match fields.meta.routed_experts_dtype.value {
         Value::Absent | Value::Null => {
             // Older engines do not know the key by which another dtype is asked for, and routers drop it.
             let is_int32 = shape.as_ref().is_some_and(|shape| {
@@ -64,7 +65,9 @@ fn experts(
                 metadata_error(raw.span.start(), DTYPE, format!("{name:?} is none of int32, uint8, uint16"))
             })?
         }
-        Value::Wrong => return Err(metadata_error(fields.routed_experts_dtype.at(), DTYPE, "a string was expected")),
+        Value::Wrong => {
+            return Err(metadata_error(fields.meta.routed_experts_dtype.at(), DTYPE, "a string was expected"));
+        }
     };
     let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
     let ids = match dtype {
@@ -79,13 +82,13 @@ fn experts(
 }
 
 fn masks(data: &[u8], fields: &Fields, progress: Progress, len: usize) -> Result<Masks, EventError> {
-    let ids = fields.top_p_ids.get().or(fields.top_p_kept_ids.get());
-    let offsets = fields.top_p_offsets.get().or(fields.top_p_kept_offsets.get());
+    let ids = fields.meta.top_p_ids.get().or(fields.meta.top_p_kept_ids.get());
+    let offsets = fields.meta.top_p_offsets.get().or(fields.meta.top_p_kept_offsets.get());
     match (ids, offsets) {
         (Some(ids), Some(offsets)) => top_p(data, ids, offsets, progress),
         (Some(ids), None) => Err(metadata_error(ids.start(), TOP_P_OFFSETS, "missing beside top_p_token_ids")),
         (None, Some(offsets)) => Err(metadata_error(offsets.start(), TOP_P_IDS, "missing beside top_p_token_offsets")),
-        (None, None) => match fields.sampling_mask.get() {
+        (None, None) => match fields.meta.sampling_mask.get() {
             Some(value) => {
                 let masks = without_repeated_delta(sampling_mask(data, value, MASK)?, progress, len, value)?;
                 fit(masks, progress, value.start(), MASK)

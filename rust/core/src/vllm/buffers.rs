@@ -3,10 +3,18 @@
 use crate::arrays::NO_TOKEN;
 use crate::key_cache::KeyCache;
 use crate::meta::Members;
-use crate::vllm::keys::{Key, Level};
+use crate::vllm::keys::Key;
 
 /// Stands for the id of an entry that tells none.
 pub(super) const NO_ID: i32 = -2;
+
+/// The objects of an event whose keys go to `Generation.meta`.
+#[derive(Clone, Copy)]
+pub(super) enum Level {
+    Event,
+    Choice,
+    Usage,
+}
 
 /// Kept from event to event for its memory.
 pub(super) struct EventBuffers {

@@ -3,20 +3,22 @@
 use crate::arrays::element_at;
 use crate::checks::{self, excerpt};
 use crate::error::{ErrorKind, EventError};
-use crate::field::{Field, List};
+use crate::field::List;
 use crate::generation::FinishReason;
 use crate::json::Cursor;
 use crate::options::Options;
 use crate::text::{decode, name};
 use crate::vllm::api::Api;
 use crate::vllm::buffers::EventBuffers;
-use crate::vllm::fields::Fields;
+use crate::vllm::fields::{Choice, Fields, Usage};
+use crate::vllm::keys::{ChoiceKey, EventKey, UsageKey};
 
 pub(super) const CHOICE: &str = "choices[0]";
-const IDS: &str = "choices[0].token_ids";
-const FINISH: &str = "choices[0].finish_reason";
-const COMPLETION: &str = "usage.completion_tokens";
-const PROMPT: &str = "usage.prompt_tokens";
+const IDS: &str = ChoiceKey::TokenIds.path();
+const FINISH: &str = ChoiceKey::FinishReason.path();
+const TOKENS: &str = "choices[0].logprobs.tokens";
+const COMPLETION: &str = UsageKey::CompletionTokens.path();
+const PROMPT: &str = UsageKey::PromptTokens.path();
 
 fn schema(at: usize, path: &'static str, message: impl Into<std::borrow::Cow<'static, str>>) -> EventError {
     EventError::new(ErrorKind::Schema, at, path, message)
@@ -29,12 +31,12 @@ pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason
     }
     let choices = &fields.choices;
     match choices.get() {
-        None => return Err(schema(choices.at(), "choices", "a list was expected")),
+        None => return Err(schema(choices.at(), EventKey::Choices.path(), "a list was expected")),
         Some(0) => return Ok(None),
         Some(1) => {}
         Some(count) => {
             let message = format!("{count} choices in one event, but one stream is one generation; ask for n = 1");
-            return Err(schema(choices.at(), "choices", message));
+            return Err(schema(choices.at(), EventKey::Choices.path(), message));
         }
     }
     let choice = &fields.choice;
@@ -56,29 +58,39 @@ pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason
 
 /// One stream is one request: `index` and the id.
 pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&str>) -> Result<(), EventError> {
-    checks::index(&fields.choice.index, "choices[0].index")?;
+    checks::index(&fields.choice.index, ChoiceKey::Index.path())?;
     checks::id(data, &fields.id, known, api.id_path())
 }
 
-/// The types of everything that is read.
+/// The types of everything that is read. Fields with a rule of their own are checked where that rule is.
 pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventError> {
-    let (choice, usage) = (&fields.choice, &fields.usage);
-    let logprobs = &choice.logprobs;
-    checks::types(&[
-        typed(&choice.token_ids, IDS, "a list was expected"),
-        typed(&choice.text, "choices[0].text", "a string or null was expected"),
-        typed(&logprobs.object, "choices[0].logprobs", "an object or null was expected"),
-        typed(&logprobs.list, api.list_path(), "a list was expected"),
-        typed(&logprobs.tokens, "choices[0].logprobs.tokens", "a list was expected"),
-        typed(&choice.routed_experts, "choices[0].routed_experts", "base64 was expected"),
-        typed(&choice.versions.weight_version, "choices[0].weight_version", "a string was expected"),
-        typed(&fields.versions.weight_version, "weight_version", "a string was expected"),
-        typed(&usage.object, "usage", "an object or null was expected"),
-        typed(&usage.completion_tokens, COMPLETION, "a count was expected"),
-        typed(&usage.prompt_tokens, PROMPT, "a count was expected"),
-        typed(&usage.details, "usage.prompt_tokens_details", "an object or null was expected"),
-        typed(&usage.cached_tokens, "usage.prompt_tokens_details.cached_tokens", "a count was expected"),
-    ])?;
+    let Fields { is_object: _, errors: _, id: _, output_mode: _, versions, choices: _, choice, usage } = fields;
+    let Choice {
+        object: _,
+        index: _,
+        finish: _,
+        matched: _,
+        token_ids,
+        text,
+        logprobs,
+        routed_experts,
+        sampling_mask: _,
+        versions: choice_versions,
+    } = choice;
+    let Usage { object: usage, prompt_tokens, completion_tokens, details, cached_tokens } = usage;
+    token_ids.check_type(IDS)?;
+    text.check_type(ChoiceKey::Text.path())?;
+    logprobs.object.check_type(ChoiceKey::Logprobs.path())?;
+    logprobs.list.check_type(api.list_path())?;
+    logprobs.tokens.check_type(TOKENS)?;
+    routed_experts.check_type(ChoiceKey::RoutedExperts.path())?;
+    choice_versions.weight_version.check_type(ChoiceKey::WeightVersion.path())?;
+    versions.weight_version.check_type(EventKey::WeightVersion.path())?;
+    usage.check_type(EventKey::Usage.path())?;
+    completion_tokens.check_type(COMPLETION)?;
+    prompt_tokens.check_type(PROMPT)?;
+    details.check_type(UsageKey::PromptTokensDetails.path())?;
+    cached_tokens.check_type("usage.prompt_tokens_details.cached_tokens")?;
     match logprobs.list.get().and_then(|list| Some((list, list.malformed?))) {
         Some((list, (index, at))) if api == Api::Generate && element_at(data, list.start, index) == at => {
             let path = format!("{}[{index}]", api.list_path());
@@ -89,10 +101,6 @@ pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventE
         }
         None => Ok(()),
     }
-}
-
-fn typed<T: Copy>(field: &Field<T>, path: &'static str, message: &'static str) -> checks::Typed {
-    (field.is_wrong(), field.at(), path, message)
 }
 
 /// Tokens without logprobs that were asked for, or what belongs to tokens without their ids.
@@ -116,7 +124,7 @@ pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api
 /// Each list has an element for each token, and the engine counts as many tokens as came.
 pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), EventError> {
     let logprobs = &fields.choice.logprobs;
-    for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, "choices[0].logprobs.tokens")] {
+    for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, TOKENS)] {
         if let Some(len) = list.get().map(|list| list.len).filter(|&len| len != new) {
             let message = format!("{len} elements beside {new} token ids: one of the lists has a hole");
             return Err(EventError::new(ErrorKind::Length, list.at(), path, message));

@@ -8,9 +8,10 @@ use crate::options::Options;
 use crate::side::{ExpertShape, Masks, Progress, SideData, check_range, sampling_mask, versions};
 use crate::span::{RawStr, Span};
 use crate::vllm::fields::Fields;
+use crate::vllm::keys::ChoiceKey;
 
-const EXPERTS: &str = "choices[0].routed_experts";
-const MASK: &str = "choices[0].sampling_mask";
+const EXPERTS: &str = ChoiceKey::RoutedExperts.path();
+const MASK: &str = ChoiceKey::SamplingMask.path();
 
 /// Read the side data of an event, and check it.
 pub(super) fn read(
