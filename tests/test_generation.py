@@ -21,6 +21,7 @@ WHOLE: dict[str, Any] = {
     "routed_experts": np.arange(24, dtype=np.uint8).reshape(6, 2, 2),
     "top_p": ([5, 6, 0, 9], [0, 2, 3, 4]),
     "version_spans": [("6", 0, 1), ("7", 1, 3)],
+    "prompt_token_ids": [7, 0, 2**31 - 1, 9],
     "prompt_tokens": 4,
     "cached_tokens": 0,
     "clamped_logprobs": 1,
@@ -50,7 +51,8 @@ def test_an_empty_generation_is_one() -> None:
         assert empty.token_ids.shape == (0,)
         assert empty.token_ids.dtype == np.int32
         assert (empty.logprobs, empty.text, empty.finish_reason, empty.matched) == (None, None, None, None)
-        assert (empty.routed_experts, empty.top_p, empty.prompt_tokens, empty.cached_tokens) == (None, None, None, None)
+        assert (empty.routed_experts, empty.top_p, empty.prompt_token_ids) == (None, None, None)
+        assert (empty.prompt_tokens, empty.cached_tokens) == (None, None)
         assert (empty.version_spans, empty.clamped_logprobs, empty.meta) == ([], 0, {})
     asked = Generation([], [], text="", finish_reason="length", top_p=([], [0]))
     assert asked.logprobs is not None
@@ -101,6 +103,8 @@ def test_copies_are_equal() -> None:
         {"top_p": ([5, 6, 0, 9], [0, 1, 3, 4])},
         {"version_spans": None},
         {"version_spans": [("6", 0, 2), ("7", 2, 3)]},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": [7, 0, 2**31 - 1, 8]},
         {"prompt_tokens": None},
         {"cached_tokens": None},
         {"clamped_logprobs": 0},
@@ -207,6 +211,10 @@ def test_routed_experts_keep_dtype_and_shape(dtype: Any) -> None:
         {"version_spans": [("a", 0)]},
         {"version_spans": [(5, 0, 1)]},
         {"version_spans": "abc"},
+        {"prompt_token_ids": [-1]},
+        {"prompt_token_ids": [2**31]},
+        {"prompt_token_ids": [[1]]},
+        {"prompt_token_ids": 5},
         {"prompt_tokens": -1},
         {"prompt_tokens": "3"},
         {"cached_tokens": -1},
@@ -232,7 +240,9 @@ def test_torch_tensors_share_the_memory() -> None:
 
     generation = whole()
     tensors = generation.torch()
-    assert set(tensors) == {"token_ids", "logprobs", "routed_experts", "top_p_token_ids", "top_p_offsets"}
+    arrays = {"token_ids", "logprobs", "routed_experts", "prompt_token_ids", "top_p_token_ids", "top_p_offsets"}
+    assert set(tensors) == arrays
+    assert tensors["prompt_token_ids"].tolist() == WHOLE["prompt_token_ids"]
     assert (tensors["token_ids"].dtype, tensors["logprobs"].dtype) == (torch.int32, torch.float64)
     assert tensors["routed_experts"].shape == (6, 2, 2)
     assert tensors["token_ids"].tolist() == WHOLE["token_ids"]

@@ -64,6 +64,7 @@ class Generation:
         routed_experts: npt.NDArray[Any] | None = None,
         top_p: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
         version_spans: list[tuple[str, int, int]] | None = None,
+        prompt_token_ids: npt.ArrayLike | None = None,
         prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         clamped_logprobs: int = 0,
@@ -94,6 +95,9 @@ class Generation:
     def version_spans(self) -> list[tuple[str, int, int]]:
         """``(weight version, start, end)`` over this call's tokens, half open, in order."""
     @property
+    def prompt_token_ids(self) -> npt.NDArray[np.int32] | None:
+        """The prompt's tokens as the engine sent them: int32 ``[m]``; None if it did not send them."""
+    @property
     def prompt_tokens(self) -> int | None:
         """The length of the prompt, as last told by the engine."""
     @property
@@ -111,8 +115,8 @@ class Generation:
     def torch(self) -> dict[str, torch.Tensor]:
         """The arrays as tensors over the same memory, where torch knows the dtype (imports torch here).
 
-        Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``top_p_token_ids``, ``top_p_offsets``; those that
-        are None are left out.
+        Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids``,
+        ``top_p_offsets``; those that are None are left out.
         """
     def __eq__(self, other: object, /) -> bool:
         """Bit for bit: a logprob of -0.0 is not one of 0.0."""

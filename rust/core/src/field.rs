@@ -48,7 +48,7 @@ impl Expected for Span {
 /// A key's value and its place in the event.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field<T> {
-    place: Span,
+    at: u32,
     pub value: Value<T>,
 }
 
@@ -70,15 +70,16 @@ impl<T: Copy + Expected> Field<T> {
 }
 
 impl<T: Copy> Field<T> {
-    pub(crate) const ABSENT: Self = Self { place: Span::NOWHERE, value: Value::Absent };
+    pub(crate) const ABSENT: Self = Self { at: 0, value: Value::Absent };
 
     #[inline]
+    #[allow(clippy::cast_possible_truncation, reason = "no event is larger than MAX_EVENT")]
     pub(crate) fn new(at: usize, value: Value<T>) -> Self {
-        Self { place: Span::new(at, at), value }
+        Self { at: at as u32, value }
     }
 
     pub(crate) fn at(&self) -> usize {
-        self.place.start()
+        self.at as usize
     }
 
     #[inline]

@@ -94,6 +94,8 @@ pub struct Generation {
     pub top_p: Option<TopP>,
     /// Weight versions over the tokens, in order.
     pub version_spans: Vec<VersionSpan>,
+    /// The prompt's tokens; None if the engine did not send them.
+    pub prompt_token_ids: Option<Vec<i32>>,
     /// The length of the prompt, as last told.
     pub prompt_tokens: Option<u64>,
     /// Tokens of the prompt that came from the cache, as last told.
@@ -134,7 +136,8 @@ impl Generation {
         };
         let top_p = self.top_p.as_ref().map_or(0, |top_p| (top_p.ids.capacity() + top_p.offsets.capacity()) * 4);
         let logprobs = self.logprobs.as_ref().map_or(0, Vec::capacity) * size_of::<f64>();
-        self.token_ids.capacity() * size_of::<i32>() + logprobs + experts + top_p
+        let ids = self.token_ids.capacity() + self.prompt_token_ids.as_ref().map_or(0, Vec::capacity);
+        ids * size_of::<i32>() + logprobs + experts + top_p
     }
 
     /// Give back what the buffers reserved for more.

@@ -24,6 +24,7 @@ mod number;
 mod options;
 mod parser;
 mod prefix;
+mod prompt_ids;
 mod sglang;
 mod side;
 mod span;

@@ -20,10 +20,12 @@ use crate::error::{EngineError, ErrorKind, EventError, Rejection};
 use crate::field::{List, RawMatched};
 use crate::generation::FinishReason;
 use crate::options::Options;
+use crate::prompt_ids::PromptIds;
 use crate::sglang::buffers::{Elements, EventBuffers};
 use crate::sglang::counts::{Counts, Shape, Step, reported_tokens};
 use crate::sglang::fields::{Fields, Finish};
 pub(crate) use crate::sglang::mode::Mode;
+use crate::sglang::paths::{PROMPT_IDS, PROMPT_TOKENS};
 use crate::sglang::reader::read;
 use crate::side::{Progress, Version};
 use crate::text::decode;
@@ -102,11 +104,14 @@ impl Sglang {
             logprobs: options.logprobs,
         };
         let step = if is_abort { counts.abort_step()? } else { counts.step()? };
-        prompt_tokens(&fields.meta.prompt_tokens, options, "meta_info.prompt_tokens")?;
+        prompt_tokens(&fields.meta.prompt_tokens, options, PROMPT_TOKENS)?;
+        let prompt_ids = (&fields.prompt_token_ids, PROMPT_IDS);
+        PromptIds::check_length(prompt_ids, (&fields.meta.prompt_tokens, PROMPT_TOKENS), kept, options)?;
         if !is_abort {
             checks::ids_beside_pairs(data, fields, &self.buffers, kept)?;
         }
         checks::prefix(data, list, counts.elements, step, kept)?;
+        self.buffers.prompt_ids.check(data, prompt_ids, kept)?;
         let start = if step.new > 0 { self.buffers.buffer_from(list, step.first, kept) } else { 0 };
         checks::ids(data, list, step, &self.buffers, start)?;
         let clamped = checks::logprobs(data, list, step, &self.buffers, start, options)?;
@@ -149,6 +154,7 @@ impl Sglang {
         if let Some(label) = fields.meta.weight_version.get() {
             generation.extend_version(self.version.decode(data, label), kept);
         }
+        self.buffers.prompt_ids.apply(data, &fields.prompt_token_ids, generation);
         generation.prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
         generation.cached_tokens = fields.meta.cached_tokens.get().or(generation.cached_tokens);
         if let (None, Some(id)) = (&self.id, fields.meta.id.get()) {

@@ -11,8 +11,6 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    pub(crate) const NOWHERE: Self = Self { start: 0, end: 0 };
-
     #[inline]
     #[allow(clippy::cast_possible_truncation, reason = "no event is larger than MAX_EVENT")]
     pub(crate) fn new(start: usize, end: usize) -> Self {

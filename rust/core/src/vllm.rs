@@ -17,6 +17,7 @@ use crate::builder::GenerationBuilder;
 use crate::error::{ErrorKind, EventError, Rejection};
 use crate::generation::{FinishReason, Matched};
 use crate::options::Options;
+use crate::prompt_ids::PromptIds;
 use crate::side::{Progress, SideData, Version};
 use crate::text::{decode, name};
 pub(crate) use crate::vllm::api::Api;
@@ -93,7 +94,11 @@ impl Vllm {
         checks::presence(data, fields, options, api)?;
         let (kept, new) = (builder.generation.token_ids.len(), buffers.ids.len());
         checks::counts(fields, kept, new, options, api)?;
+        let prompt_ids = fields.prompt_ids(api);
+        let prompt_tokens = (&fields.usage.prompt_tokens, checks::PROMPT);
+        PromptIds::check_length(prompt_ids, prompt_tokens, &builder.generation, options)?;
         checks::mismatch(data, fields, buffers, api)?;
+        buffers.prompt_ids.check(data, prompt_ids, &builder.generation)?;
         checks::ids(data, fields.choice.token_ids.get(), buffers)?;
         let clamped = checks::logprobs(data, fields, buffers, options, api)?;
         let progress = Progress { kept, new, is_last: reason.is_some() };
@@ -131,6 +136,7 @@ impl Vllm {
         if let Some(label) = fields.weight_version() {
             generation.extend_version(self.version.decode(data, label), kept);
         }
+        self.buffers.prompt_ids.apply(data, fields.prompt_ids(self.api).0, generation);
         generation.prompt_tokens = fields.usage.prompt_tokens.get().or(generation.prompt_tokens);
         generation.cached_tokens = fields.usage.cached_tokens.get().or(generation.cached_tokens);
         if let (None, Some(id)) = (&self.id, fields.id.get()) {

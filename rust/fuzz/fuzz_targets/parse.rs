@@ -34,6 +34,10 @@ fuzz_target!(|input: &[u8]| {
         assert!(top_p.offsets[0] == 0 && top_p.offsets.is_sorted());
         assert_eq!(top_p.offsets[count] as usize, top_p.ids.len());
     }
+    if let Some(ids) = &generation.prompt_token_ids {
+        assert!(ids.iter().all(|&id| id >= 0), "token ids");
+        assert!(options.prompt_len.is_none_or(|sent| sent == ids.len() as u64), "as many as were sent");
+    }
     for span in &generation.version_spans {
         assert!(span.start < span.end && span.end <= count, "spans lie within the tokens");
     }

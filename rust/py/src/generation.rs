@@ -38,6 +38,9 @@ pub(crate) struct Generation {
     /// ``(weight version, start, end)`` over this call's tokens, half open, in order.
     #[pyo3(get)]
     version_spans: Py<PyList>,
+    /// The prompt's tokens as the engine sent them: int32 ``[m]``; None if it did not send them.
+    #[pyo3(get)]
+    prompt_token_ids: Option<Py<PyArray1<i32>>>,
     /// The length of the prompt, as last told by the engine.
     #[pyo3(get)]
     prompt_tokens: Option<u64>,
@@ -56,8 +59,8 @@ pub(crate) struct Generation {
 impl Generation {
     #[new]
     #[pyo3(signature = (token_ids, logprobs=None, *, text=None, finish_reason=None, matched=None, routed_experts=None,
-                        top_p=None, version_spans=None, prompt_tokens=None, cached_tokens=None, clamped_logprobs=0,
-                        meta=None))]
+                        top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None, cached_tokens=None,
+                        clamped_logprobs=0, meta=None))]
     #[allow(clippy::too_many_arguments, reason = "the fields of the contract")]
     fn new(
         py: Python<'_>,
@@ -69,6 +72,7 @@ impl Generation {
         routed_experts: Option<Py<PyAny>>,
         top_p: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         version_spans: Option<Vec<(String, usize, usize)>>,
+        prompt_token_ids: Option<&Bound<'_, PyAny>>,
         prompt_tokens: Option<u64>,
         cached_tokens: Option<u64>,
         clamped_logprobs: usize,
@@ -99,6 +103,7 @@ impl Generation {
             return Err(PyValueError::new_err(format!("matched must be a token id or a string, not {matched}")));
         }
         let routed_experts = routed_experts.map(|experts| checked_experts(experts.bind(py))).transpose()?;
+        let prompt_token_ids = prompt_token_ids.map(|ids| int32_array("prompt_token_ids", ids)).transpose()?;
         let given = PyOnceLock::new();
         if let Some(meta) = meta {
             let _ = given.set(py, meta);
@@ -112,6 +117,7 @@ impl Generation {
             routed_experts,
             top_p,
             version_spans: PyList::new(py, spans)?.unbind(),
+            prompt_token_ids: prompt_token_ids.map(Bound::unbind),
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
@@ -136,8 +142,8 @@ impl Generation {
 
     /// The arrays as tensors over the same memory, where torch knows the dtype (imports torch here).
     ///
-    /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``top_p_token_ids``, ``top_p_offsets``; those that
-    /// are None are left out.
+    /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids``,
+    /// ``top_p_offsets``; those that are None are left out.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let from_numpy = py.import("torch")?.getattr("from_numpy")?;
         let tensors = PyDict::new(py);
@@ -148,6 +154,9 @@ impl Generation {
         if let Some(experts) = &self.routed_experts {
             tensors.set_item("routed_experts", from_numpy.call1((experts,))?)?;
         }
+        if let Some(ids) = &self.prompt_token_ids {
+            tensors.set_item("prompt_token_ids", from_numpy.call1((ids,))?)?;
+        }
         if let Some(top_p) = &self.top_p {
             for (name, array) in ["top_p_token_ids", "top_p_offsets"].into_iter().zip(top_p.bind(py)) {
                 tensors.set_item(name, from_numpy.call1((array,))?)?;
@@ -157,17 +166,35 @@ impl Generation {
     }
 
     fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
-        let args = PyTuple::new(py, [self.token_ids.bind(py).as_any(), self.logprobs(py).as_any()])?;
+        // Without `..`: a field that is forgotten here does not compile.
+        let Self {
+            token_ids,
+            logprobs,
+            text,
+            finish_reason,
+            matched,
+            routed_experts,
+            top_p,
+            version_spans,
+            prompt_token_ids,
+            prompt_tokens,
+            cached_tokens,
+            clamped_logprobs,
+            raw_meta: _,
+            meta: _,
+        } = self;
+        let args = (token_ids, logprobs).into_pyobject(py)?;
         let kwargs = PyDict::new(py);
-        kwargs.set_item("text", &self.text)?;
-        kwargs.set_item("finish_reason", self.finish_reason)?;
-        kwargs.set_item("matched", &self.matched)?;
-        kwargs.set_item("routed_experts", &self.routed_experts)?;
-        kwargs.set_item("top_p", &self.top_p)?;
-        kwargs.set_item("version_spans", &self.version_spans)?;
-        kwargs.set_item("prompt_tokens", self.prompt_tokens)?;
-        kwargs.set_item("cached_tokens", self.cached_tokens)?;
-        kwargs.set_item("clamped_logprobs", self.clamped_logprobs)?;
+        kwargs.set_item("text", text)?;
+        kwargs.set_item("finish_reason", finish_reason)?;
+        kwargs.set_item("matched", matched)?;
+        kwargs.set_item("routed_experts", routed_experts)?;
+        kwargs.set_item("top_p", top_p)?;
+        kwargs.set_item("version_spans", version_spans)?;
+        kwargs.set_item("prompt_token_ids", prompt_token_ids)?;
+        kwargs.set_item("prompt_tokens", prompt_tokens)?;
+        kwargs.set_item("cached_tokens", cached_tokens)?;
+        kwargs.set_item("clamped_logprobs", clamped_logprobs)?;
         kwargs.set_item("meta", self.meta(py)?)?;
         Ok((args, kwargs))
     }
@@ -197,8 +224,25 @@ impl Generation {
         inner: streamfold_core::Generation,
         experts: Option<streamfold_core::Experts>,
     ) -> PyResult<Bound<'_, Self>> {
-        let shape = inner.expert_rows.zip(experts).map(|(rows, experts)| (rows, experts.num_layers, experts.top_k));
-        let routed_experts = inner.routed_experts.map(|experts| {
+        // Without `..`: a field that is forgotten here does not compile.
+        let streamfold_core::Generation {
+            token_ids,
+            logprobs,
+            text,
+            finish_reason,
+            matched,
+            routed_experts,
+            expert_rows,
+            top_p,
+            version_spans,
+            prompt_token_ids,
+            prompt_tokens,
+            cached_tokens,
+            clamped_logprobs,
+            meta,
+        } = inner;
+        let shape = expert_rows.zip(experts).map(|(rows, experts)| (rows, experts.num_layers, experts.top_k));
+        let routed_experts = routed_experts.map(|experts| {
             let flat = match experts {
                 RoutedExperts::Int32(ids) => ids.into_pyarray(py).into_any(),
                 RoutedExperts::Uint8(ids) => ids.into_pyarray(py).into_any(),
@@ -206,38 +250,32 @@ impl Generation {
             };
             shape.map_or(Ok(flat.clone()), |shape| flat.call_method1("reshape", (shape,)))
         });
-        let top_p = inner.top_p.map(|top_p| {
+        let top_p = top_p.map(|top_p| {
             let arrays = [top_p.ids.into_pyarray(py).into_any(), top_p.offsets.into_pyarray(py).into_any()];
             PyTuple::new(py, arrays)
         });
-        let matched = inner.matched.map(|matched| match matched {
+        let matched = matched.map(|matched| match matched {
             Matched::Token(id) => id.into_pyobject(py).map(|id| id.into_any().unbind()),
             Matched::Text(text) => text.into_pyobject(py).map(|text| text.into_any().unbind()),
         });
-        let spans = inner.version_spans.into_iter().map(|span| (span.version, span.start, span.end));
+        let spans = version_spans.into_iter().map(|span| (span.version, span.start, span.end));
         let generation = Self {
-            token_ids: inner.token_ids.into_pyarray(py).unbind(),
-            logprobs: inner.logprobs.map(|logprobs| logprobs.into_pyarray(py).unbind()),
-            text: inner.text.map(|text| PyString::new(py, &text).unbind()),
-            finish_reason: inner.finish_reason.map(streamfold_core::FinishReason::name),
+            token_ids: token_ids.into_pyarray(py).unbind(),
+            logprobs: logprobs.map(|logprobs| logprobs.into_pyarray(py).unbind()),
+            text: text.map(|text| PyString::new(py, &text).unbind()),
+            finish_reason: finish_reason.map(streamfold_core::FinishReason::name),
             matched: matched.transpose().map_err(PyErr::from)?,
             routed_experts: routed_experts.transpose()?.map(Bound::unbind),
             top_p: top_p.transpose()?.map(Bound::unbind),
             version_spans: PyList::new(py, spans.collect::<Vec<_>>())?.unbind(),
-            prompt_tokens: inner.prompt_tokens,
-            cached_tokens: inner.cached_tokens,
-            clamped_logprobs: inner.clamped_logprobs,
-            raw_meta: inner.meta,
+            prompt_token_ids: prompt_token_ids.map(|ids| ids.into_pyarray(py).unbind()),
+            prompt_tokens,
+            cached_tokens,
+            clamped_logprobs,
+            raw_meta: meta,
             meta: PyOnceLock::new(),
         };
         Bound::new(py, generation)
-    }
-
-    fn logprobs<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        match &self.logprobs {
-            Some(logprobs) => logprobs.bind(py).as_any().clone(),
-            None => py.None().into_bound(py),
-        }
     }
 
     /// All fields, each array as its dtype, shape and bytes.

@@ -7,6 +7,7 @@ use crate::json::Cursor;
 use crate::key_cache::KeyCache;
 use crate::meta::Members;
 use crate::prefix::Prefix;
+use crate::prompt_ids::PromptIds;
 use crate::sglang::keys::Key;
 
 /// The objects of an event whose keys go to `Generation.meta`.
@@ -28,6 +29,7 @@ pub(super) struct EventBuffers {
     pub output_ids: Vec<i32>,
     pub pairs_prefix: Prefix,
     pub ids_prefix: Prefix,
+    pub prompt_ids: PromptIds,
     /// For each [`Level`], what goes to `Generation.meta`.
     pub members: [Members; 2],
     pub key_cache: KeyCache<Key>,
@@ -42,6 +44,7 @@ impl EventBuffers {
             output_ids: Vec::new(),
             pairs_prefix: Prefix::new(),
             ids_prefix: Prefix::new(),
+            prompt_ids: PromptIds::new(),
             members: Default::default(),
             key_cache: KeyCache::default(),
         }
@@ -51,6 +54,7 @@ impl EventBuffers {
         (self.ids.capacity() + self.output_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
             + self.members.iter().map(Members::held_bytes).sum::<usize>()
+            + self.prompt_ids.held_bytes()
             + self.key_cache.held_bytes()
             + self.pairs_prefix.held_bytes()
             + self.ids_prefix.held_bytes()

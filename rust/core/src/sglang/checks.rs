@@ -10,7 +10,7 @@ use crate::sglang::buffers::{Elements, EventBuffers, pair_at};
 use crate::sglang::counts::{Shape, Step};
 use crate::sglang::fields::{Fields, Finish, MetaFields};
 use crate::sglang::keys::{EventKey, MetaKey};
-use crate::sglang::paths::{COMPLETION, FINISH, IDS, LENGTH, PAIRS};
+use crate::sglang::paths::{COMPLETION, FINISH, IDS, LENGTH, PAIRS, PROMPT_IDS, PROMPT_TOKENS};
 
 /// `meta_info` and the finish type.
 pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, EventError> {
@@ -55,7 +55,7 @@ pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Res
 
 /// The types of everything that is read. Fields with a rule of their own are checked where that rule is.
 pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
-    let Fields { is_object: _, text, output_ids, index: _, errors: _, meta_info: _, meta } = fields;
+    let Fields { is_object: _, text, output_ids, prompt_token_ids, index: _, errors: _, meta_info: _, meta } = fields;
     let MetaFields {
         id: _,
         finish: _,
@@ -76,10 +76,11 @@ pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
     } = meta;
     text.check_type(EventKey::Text.path())?;
     output_ids.check_type(IDS)?;
+    prompt_token_ids.check_type(PROMPT_IDS)?;
     pairs.check_type(PAIRS)?;
     length.check_type(LENGTH)?;
     completion_tokens.check_type(COMPLETION)?;
-    prompt_tokens.check_type(MetaKey::PromptTokens.path())?;
+    prompt_tokens.check_type(PROMPT_TOKENS)?;
     cached_tokens.check_type(MetaKey::CachedTokens.path())?;
     weight_version.check_type(MetaKey::WeightVersion.path())?;
     routed_experts.check_type(MetaKey::RoutedExperts.path())?;

@@ -21,6 +21,7 @@ pub(super) struct Fields {
     pub is_object: bool,
     pub text: Field<RawStr>,
     pub output_ids: Field<List>,
+    pub prompt_token_ids: Field<List>,
     pub index: Field<u64>,
     pub errors: ErrorFields,
     pub meta_info: Field<()>,

@@ -10,6 +10,7 @@ keys! {
         Text = "text": Field,
         OutputIds = "output_ids": Field,
         MetaInfo = "meta_info": Field,
+        PromptTokenIds = "prompt_token_ids": Field,
         Index = "index": Meta,
         Error = "error": Meta,
         Object = "object": Meta,

@@ -57,6 +57,7 @@ impl Reader<'_> {
                 EventKey::Text => fields.text = cursor.next_string_field(1)?,
                 EventKey::OutputIds => fields.output_ids = next_output_ids(cursor, self.data, self.buffers)?,
                 EventKey::MetaInfo => self.meta_info()?,
+                EventKey::PromptTokenIds => fields.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 1)?,
                 EventKey::Index => fields.index = cursor.next_count(1)?,
                 EventKey::Error => fields.errors.error = cursor.next_any(1)?,
                 EventKey::Object => fields.errors.object = cursor.next_string_field(1)?,

@@ -3,6 +3,7 @@
 use crate::arrays::NO_TOKEN;
 use crate::key_cache::KeyCache;
 use crate::meta::Members;
+use crate::prompt_ids::PromptIds;
 use crate::vllm::keys::Key;
 
 /// Stands for the id of an entry that tells none.
@@ -25,6 +26,7 @@ pub(super) struct EventBuffers {
     pub logprobs: Vec<f64>,
     /// The ids that stand beside the logprobs.
     pub named_ids: Vec<i32>,
+    pub prompt_ids: PromptIds,
     /// Of the event, its choice, and its usage.
     pub members: [Members; 3],
     pub key_cache: KeyCache<Key>,
@@ -37,6 +39,7 @@ impl EventBuffers {
             ids: Vec::new(),
             logprobs: Vec::new(),
             named_ids: Vec::new(),
+            prompt_ids: PromptIds::new(),
             members: Default::default(),
             key_cache: KeyCache::default(),
         }
@@ -74,6 +77,7 @@ impl EventBuffers {
         (self.ids.capacity() + self.named_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
             + self.members.iter().map(Members::held_bytes).sum::<usize>()
+            + self.prompt_ids.held_bytes()
             + self.key_cache.held_bytes()
     }
 }

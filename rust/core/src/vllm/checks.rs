@@ -18,7 +18,7 @@ const IDS: &str = ChoiceKey::TokenIds.path();
 const FINISH: &str = ChoiceKey::FinishReason.path();
 const TOKENS: &str = "choices[0].logprobs.tokens";
 const COMPLETION: &str = UsageKey::CompletionTokens.path();
-const PROMPT: &str = UsageKey::PromptTokens.path();
+pub(super) const PROMPT: &str = UsageKey::PromptTokens.path();
 
 fn schema(at: usize, path: &'static str, message: impl Into<std::borrow::Cow<'static, str>>) -> EventError {
     EventError::new(ErrorKind::Schema, at, path, message)
@@ -64,13 +64,24 @@ pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&st
 
 /// The types of everything that is read. Fields with a rule of their own are checked where that rule is.
 pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventError> {
-    let Fields { is_object: _, errors: _, id: _, output_mode: _, versions, choices: _, choice, usage } = fields;
+    let Fields {
+        is_object: _,
+        errors: _,
+        id: _,
+        output_mode: _,
+        prompt_token_ids,
+        versions,
+        choices: _,
+        choice,
+        usage,
+    } = fields;
     let Choice {
         object: _,
         index: _,
         finish: _,
         matched: _,
         token_ids,
+        prompt_token_ids: choice_prompt_token_ids,
         text,
         logprobs,
         routed_experts,
@@ -79,6 +90,8 @@ pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventE
     } = choice;
     let Usage { object: usage, prompt_tokens, completion_tokens, details, cached_tokens } = usage;
     token_ids.check_type(IDS)?;
+    prompt_token_ids.check_type(EventKey::PromptTokenIds.path())?;
+    choice_prompt_token_ids.check_type(ChoiceKey::PromptTokenIds.path())?;
     text.check_type(ChoiceKey::Text.path())?;
     logprobs.object.check_type(ChoiceKey::Logprobs.path())?;
     logprobs.list.check_type(api.list_path())?;

@@ -4,6 +4,7 @@ use crate::engine_error::ErrorFields;
 use crate::field::{Field, List, RawMatched};
 use crate::span::{RawStr, Span};
 use crate::text::name;
+use crate::vllm::api::Api;
 use crate::vllm::keys::{ChoiceKey, EventKey};
 
 /// One event.
@@ -14,6 +15,8 @@ pub(super) struct Fields {
     /// `request_id`, or `id` in completions.
     pub id: Field<RawStr>,
     pub output_mode: Field<RawStr>,
+    /// In `/inference/v1/generate`.
+    pub prompt_token_ids: Field<List>,
     pub versions: Versions,
     /// The number of choices.
     pub choices: Field<usize>,
@@ -37,6 +40,8 @@ pub(super) struct Choice {
     /// `stop_reason`.
     pub matched: Option<RawMatched>,
     pub token_ids: Field<List>,
+    /// In completions.
+    pub prompt_token_ids: Field<List>,
     pub text: Field<RawStr>,
     pub logprobs: Logprobs,
     pub routed_experts: Field<RawStr>,
@@ -66,6 +71,14 @@ pub(super) struct Usage {
 impl Fields {
     pub(super) fn is_text_mode(&self, data: &[u8]) -> bool {
         self.output_mode.get().is_some_and(|mode| *name(data, mode) == *b"text")
+    }
+
+    /// The prompt's tokens and their path.
+    pub(super) fn prompt_ids(&self, api: Api) -> (&Field<List>, &'static str) {
+        match api {
+            Api::Generate => (&self.prompt_token_ids, EventKey::PromptTokenIds.path()),
+            Api::Completions => (&self.choice.prompt_token_ids, ChoiceKey::PromptTokenIds.path()),
+        }
     }
 
     pub(super) fn weight_version(&self) -> Option<Span> {

@@ -13,6 +13,8 @@ keys! {
         Id = "id": RepeatedMeta,
         OutputMode = "output_mode": Meta,
         Choices = "choices": Field,
+        /// In `/inference/v1/generate`; in completions it is skipped.
+        PromptTokenIds = "prompt_token_ids": Field,
         Usage = "usage": Field,
         Error = "error": Meta,
         Object = "object": Meta,
@@ -29,6 +31,8 @@ keys! {
         FinishReason = "finish_reason": RepeatedMeta,
         StopReason = "stop_reason": RepeatedMeta,
         TokenIds = "token_ids": Field,
+        /// In completions; in `/inference/v1/generate` it is skipped.
+        PromptTokenIds = "prompt_token_ids": Field,
         Logprobs = "logprobs": Field,
         Text = "text": Field,
         RoutedExperts = "routed_experts": Field,

@@ -66,6 +66,9 @@ impl Reader<'_> {
             match key {
                 EventKey::RequestId | EventKey::Id => fields.id = cursor.next_string_field(1)?,
                 EventKey::OutputMode => fields.output_mode = cursor.next_string_field(1)?,
+                EventKey::PromptTokenIds if self.api == Api::Generate => {
+                    fields.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 1)?;
+                }
                 EventKey::Choices => self.choices()?,
                 EventKey::Usage => self.usage()?,
                 EventKey::Error => fields.errors.error = cursor.next_any(1)?,
@@ -75,7 +78,7 @@ impl Reader<'_> {
                 EventKey::Code => fields.errors.code = cursor.next_any(1)?,
                 EventKey::WeightVersion => fields.versions.weight_version = cursor.next_label(1)?,
                 EventKey::WeightVersions => fields.versions.weight_versions = cursor.next_any(1)?,
-                EventKey::Other => {
+                EventKey::PromptTokenIds | EventKey::Other => {
                     cursor.skip_value(1)?;
                 }
             }
@@ -134,13 +137,16 @@ impl Reader<'_> {
                 ChoiceKey::FinishReason => choice.finish = cursor.next_string_field(3)?,
                 ChoiceKey::StopReason => choice.matched = cursor.next_matched(3)?,
                 ChoiceKey::TokenIds => choice.token_ids = next_ids(cursor, self.buffers)?,
+                ChoiceKey::PromptTokenIds if self.api == Api::Completions => {
+                    choice.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 3)?;
+                }
                 ChoiceKey::Logprobs if self.buffers.has_logprobs => self.logprobs()?,
                 ChoiceKey::Text => choice.text = cursor.next_string_field(3)?,
                 ChoiceKey::RoutedExperts => choice.routed_experts = cursor.next_string_field(3)?,
                 ChoiceKey::SamplingMask => choice.sampling_mask = cursor.next_any(3)?,
                 ChoiceKey::WeightVersion => choice.versions.weight_version = cursor.next_label(3)?,
                 ChoiceKey::WeightVersions => choice.versions.weight_versions = cursor.next_any(3)?,
-                ChoiceKey::Logprobs | ChoiceKey::Other => {
+                ChoiceKey::PromptTokenIds | ChoiceKey::Logprobs | ChoiceKey::Other => {
                     cursor.skip_value(3)?;
                 }
             }

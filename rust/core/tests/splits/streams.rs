@@ -61,6 +61,12 @@ pub fn tokens() -> impl Strategy<Value = Vec<(i32, &'static str)>> {
     prop::collection::vec((0..3_i32, prop::sample::select(logprobs)), 0..4)
 }
 
+/// Lists of the prompt's token ids, mostly equal ones in several spellings.
+pub fn prompts() -> impl Strategy<Value = Vec<&'static str>> {
+    let lists = vec!["[7,300,5]", "[7,300,5]", "[7, 300,5 ]", "null", "[7,300]"];
+    prop::collection::vec(prop::sample::select(lists), 1..4)
+}
+
 /// Texts that are cut badly.
 pub fn texts() -> impl Strategy<Value = &'static str> {
     prop::sample::select(vec!["a", "é", "\u{2028}", "😀", "\\n", "\\ud83d\\ude00", "data: [DONE]", ""])
