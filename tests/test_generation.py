@@ -134,11 +134,34 @@ def test_nothing_can_be_assigned() -> None:
         hash(generation)
 
 
-def test_it_can_be_told_apart_in_a_log() -> None:
-    told = repr(whole())
-    assert "Generation" in told
-    assert "stop" in told
-    assert len(repr(Generation(range(100_000)))) < 500
+def test_the_repr_fits_on_three_lines_whatever_its_size() -> None:
+    assert repr(whole()) == (
+        "<Generation of 3 tokens, finish_reason='stop', matched=7, text='a\\u2028\U0001f600' (3 characters),\n"
+        " logprobs=float64[3], routed_experts=uint8[6, 2, 2], top_p=int32[4], prompt_token_ids=int32[4],\n"
+        " version_spans=2, prompt_tokens=4, cached_tokens=0, clamped_logprobs=1, meta=4 keys>"
+    )
+    n = 100_000
+    large = Generation(
+        range(n),
+        np.zeros(n),
+        text="\n\0" * n,
+        finish_reason="stop",
+        matched="\n" * n,
+        routed_experts=np.zeros((n, 61, 8), np.uint16),
+        top_p=(range(n), range(n + 1)),
+        version_spans=[(str(i), i, i + 1) for i in range(n)],
+        prompt_token_ids=range(n),
+        prompt_tokens=n,
+        cached_tokens=n,
+        clamped_logprobs=n,
+        meta={str(i): None for i in range(n)},
+    )
+    lines = repr(large).split("\n")
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 200
+    assert repr(Generation([])) == (
+        "<Generation of 0 tokens, finish_reason=None,\n version_spans=0, clamped_logprobs=0, meta=0 keys>"
+    )
 
 
 def test_arrays_are_taken_from_anything_that_numpy_takes() -> None:

@@ -206,14 +206,57 @@ impl Generation {
         Ok(is_equal.into_pyobject(py)?.to_owned().into_any().unbind())
     }
 
+    /// Three lines at most: counts and shapes, no arrays.
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let count = self.token_ids.bind(py).len();
-        let reason = self.finish_reason.map_or("None".to_owned(), |reason| format!("'{reason}'"));
-        let text = self
-            .text
-            .as_ref()
-            .map_or_else(|| Ok("None".to_owned()), |text| text.bind(py).repr().map(|text| text.to_string()))?;
-        Ok(format!("<Generation of {count} tokens, finish_reason={reason}, text={text}>"))
+        // Without `..`: a field that is forgotten here does not compile.
+        let Self {
+            token_ids,
+            logprobs,
+            text,
+            finish_reason,
+            matched,
+            routed_experts,
+            top_p,
+            version_spans,
+            prompt_token_ids,
+            prompt_tokens,
+            cached_tokens,
+            clamped_logprobs,
+            raw_meta: _,
+            meta: _,
+        } = self;
+        let mut ending = Vec::new();
+        ending
+            .push(format!("finish_reason={}", finish_reason.map_or("None".to_owned(), |reason| format!("'{reason}'"))));
+        if let Some(matched) = matched {
+            ending.push(format!("matched={}", clipped(matched.bind(py))?));
+        }
+        if let Some(text) = text {
+            let text = text.bind(py);
+            ending.push(format!("text={} ({} characters)", clipped(text)?, text.len()?));
+        }
+        let mut arrays = Vec::new();
+        let top_p = top_p.as_ref().map(|top_p| top_p.bind(py).get_item(0)).transpose()?;
+        for (name, array) in [
+            ("logprobs", logprobs.as_ref().map(|array| array.bind(py).as_any())),
+            ("routed_experts", routed_experts.as_ref().map(|array| array.bind(py))),
+            ("top_p", top_p.as_ref()),
+            ("prompt_token_ids", prompt_token_ids.as_ref().map(|array| array.bind(py).as_any())),
+        ] {
+            if let Some(array) = array {
+                let shape: Vec<usize> = array.getattr("shape")?.extract()?;
+                arrays.push(format!("{name}={}{shape:?}", array.getattr("dtype")?));
+            }
+        }
+        let mut counts = vec![format!("version_spans={}", version_spans.bind(py).len())];
+        for (name, count) in [("prompt_tokens", prompt_tokens), ("cached_tokens", cached_tokens)] {
+            counts.extend(count.map(|count| format!("{name}={count}")));
+        }
+        counts.push(format!("clamped_logprobs={clamped_logprobs}, meta={} keys", self.meta(py)?.len()));
+        let count = token_ids.bind(py).len();
+        let lines = [ending, arrays, counts].map(|parts| parts.join(", "));
+        let lines: Vec<_> = lines.into_iter().filter(|line| !line.is_empty()).collect();
+        Ok(format!("<Generation of {count} tokens, {}>", lines.join(",\n ")))
     }
 }
 
@@ -293,6 +336,16 @@ impl Generation {
         }
         Ok(fields)
     }
+}
+
+/// The repr of a value, if it is short; else its beginning.
+fn clipped(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    const LONGEST: usize = 50;
+    let repr = value.repr()?.to_string();
+    Ok(match repr.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &repr[..end]),
+        None => repr,
+    })
 }
 
 /// A new array of int32, of values that are token ids or offsets.

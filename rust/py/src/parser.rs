@@ -20,6 +20,7 @@ use crate::generation::Generation;
 #[pyclass(module = "streamfold._core")]
 pub(crate) struct Parser {
     inner: streamfold_core::Parser,
+    dialect: &'static str,
     experts: Option<streamfold_core::Experts>,
     is_closed: bool,
     is_taken: bool,
@@ -43,13 +44,10 @@ impl Parser {
         max_new_tokens: Option<i64>,
         max_event_bytes: i64,
     ) -> PyResult<Self> {
-        let dialect =
-            Dialect::ALL.into_iter().find(|(name, _)| *name == dialect).map(|(_, dialect)| dialect).ok_or_else(
-                || {
-                    let names = Dialect::ALL.map(|(name, _)| format!("{name:?}")).join(", ");
-                    PyValueError::new_err(format!("dialect must be one of {names}, not {dialect:?}"))
-                },
-            )?;
+        let Some((name, dialect)) = Dialect::ALL.into_iter().find(|(name, _)| *name == dialect) else {
+            let names = Dialect::ALL.map(|(name, _)| format!("{name:?}")).join(", ");
+            return Err(PyValueError::new_err(format!("dialect must be one of {names}, not {dialect:?}")));
+        };
         let clamped = match clamped {
             "raise" => Clamped::Raise,
             "keep" => Clamped::Keep,
@@ -66,7 +64,7 @@ impl Parser {
             max_event_bytes: natural("max_event_bytes", max_event_bytes)?,
         };
         let inner = streamfold_core::Parser::new(dialect, options);
-        Ok(Self { inner, experts, is_closed: false, is_taken: false, is_broken: false })
+        Ok(Self { inner, dialect: name, experts, is_closed: false, is_taken: false, is_broken: false })
     }
 
     /// Read the next bytes, cut anywhere; the number of tokens that became available (0: more are needed).
@@ -125,6 +123,17 @@ impl Parser {
     #[getter]
     fn done(&self) -> bool {
         self.inner.done()
+    }
+
+    fn __repr__(&self) -> String {
+        let python = |value: bool| if value { "True" } else { "False" };
+        format!(
+            "<Parser dialect='{}', token_count={}, finished={}, done={}>",
+            self.dialect,
+            self.token_count(),
+            python(self.finished()),
+            python(self.done())
+        )
     }
 
     /// Bytes held: arrays, text, and the event that is still incomplete.
