@@ -46,6 +46,7 @@ class Reading:
     routed_experts: npt.NDArray[Any] | None = None
     top_p: tuple[list[int], list[int]] | None = None
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     clamped_logprobs: int = 0
@@ -120,6 +121,7 @@ def read(
         routed_experts=state.experts if state.experts_at == len(state.ids) else None,
         top_p=top_p_of(state),
         version_spans=spans_of(state),
+        prompt_token_ids=state.prompt_ids,
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
         clamped_logprobs=state.clamped,

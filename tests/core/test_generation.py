@@ -21,6 +21,7 @@ WHOLE: dict[str, Any] = {
     "routed_experts": np.arange(24, dtype=np.uint8).reshape(6, 2, 2),
     "top_p": ([5, 6, 0, 9], [0, 2, 3, 4]),
     "version_spans": [("6", 0, 1), ("7", 1, 3)],
+    "prompt_token_ids": [7, 0, 2**31 - 1, 9],
     "prompt_tokens": 4,
     "cached_tokens": 0,
     "clamped_logprobs": 1,
@@ -50,7 +51,8 @@ def test_an_empty_generation_is_one() -> None:
         assert empty.token_ids.shape == (0,)
         assert empty.token_ids.dtype == np.int32
         assert (empty.logprobs, empty.text, empty.finish_reason, empty.matched) == (None, None, None, None)
-        assert (empty.routed_experts, empty.top_p, empty.prompt_tokens, empty.cached_tokens) == (None, None, None, None)
+        assert (empty.routed_experts, empty.top_p, empty.prompt_token_ids) == (None, None, None)
+        assert (empty.prompt_tokens, empty.cached_tokens) == (None, None)
         assert (empty.version_spans, empty.clamped_logprobs, empty.meta) == ([], 0, {})
     asked = Generation([], [], text="", finish_reason="length", top_p=([], [0]))
     assert asked.logprobs is not None
@@ -101,6 +103,8 @@ def test_copies_are_equal() -> None:
         {"top_p": ([5, 6, 0, 9], [0, 1, 3, 4])},
         {"version_spans": None},
         {"version_spans": [("6", 0, 2), ("7", 2, 3)]},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": [7, 0, 2**31 - 1, 8]},
         {"prompt_tokens": None},
         {"cached_tokens": None},
         {"clamped_logprobs": 0},
@@ -130,11 +134,34 @@ def test_nothing_can_be_assigned() -> None:
         hash(generation)
 
 
-def test_it_can_be_told_apart_in_a_log() -> None:
-    told = repr(whole())
-    assert "Generation" in told
-    assert "stop" in told
-    assert len(repr(Generation(range(100_000)))) < 500
+def test_the_repr_fits_on_three_lines_whatever_its_size() -> None:
+    assert repr(whole()) == (
+        "<Generation of 3 tokens, finish_reason='stop', matched=7, text='a\\u2028\U0001f600' (3 characters),\n"
+        " logprobs=float64[3], routed_experts=uint8[6, 2, 2], top_p=int32[4], prompt_token_ids=int32[4],\n"
+        " version_spans=2, prompt_tokens=4, cached_tokens=0, clamped_logprobs=1, meta=4 keys>"
+    )
+    n = 100_000
+    large = Generation(
+        range(n),
+        np.zeros(n),
+        text="\n\0" * n,
+        finish_reason="stop",
+        matched="\n" * n,
+        routed_experts=np.zeros((n, 61, 8), np.uint16),
+        top_p=(range(n), range(n + 1)),
+        version_spans=[(str(i), i, i + 1) for i in range(n)],
+        prompt_token_ids=range(n),
+        prompt_tokens=n,
+        cached_tokens=n,
+        clamped_logprobs=n,
+        meta={str(i): None for i in range(n)},
+    )
+    lines = repr(large).split("\n")
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 200
+    assert repr(Generation([])) == (
+        "<Generation of 0 tokens, finish_reason=None,\n version_spans=0, clamped_logprobs=0, meta=0 keys>"
+    )
 
 
 def test_arrays_are_taken_from_anything_that_numpy_takes() -> None:
@@ -207,6 +234,10 @@ def test_routed_experts_keep_dtype_and_shape(dtype: Any) -> None:
         {"version_spans": [("a", 0)]},
         {"version_spans": [(5, 0, 1)]},
         {"version_spans": "abc"},
+        {"prompt_token_ids": [-1]},
+        {"prompt_token_ids": [2**31]},
+        {"prompt_token_ids": [[1]]},
+        {"prompt_token_ids": 5},
         {"prompt_tokens": -1},
         {"prompt_tokens": "3"},
         {"cached_tokens": -1},
@@ -232,7 +263,9 @@ def test_torch_tensors_share_the_memory() -> None:
 
     generation = whole()
     tensors = generation.torch()
-    assert set(tensors) == {"token_ids", "logprobs", "routed_experts", "top_p_token_ids", "top_p_offsets"}
+    arrays = {"token_ids", "logprobs", "routed_experts", "prompt_token_ids", "top_p_token_ids", "top_p_offsets"}
+    assert set(tensors) == arrays
+    assert tensors["prompt_token_ids"].tolist() == WHOLE["prompt_token_ids"]
     assert (tensors["token_ids"].dtype, tensors["logprobs"].dtype) == (torch.int32, torch.float64)
     assert tensors["routed_experts"].shape == (6, 2, 2)
     assert tensors["token_ids"].tolist() == WHOLE["token_ids"]

@@ -187,6 +187,13 @@ def test_experts_are_values() -> None:
         experts.top_k = 3  # type: ignore[misc]  # that is the test
 
 
+def test_the_repr_of_a_parser_says_how_far_it_is() -> None:
+    parser = Parser("sglang")
+    assert repr(parser) == "<Parser dialect='sglang', token_count=0, finished=False, done=False>"
+    parser.feed(event([1, 2], 2, reason=finish()) + DONE)
+    assert repr(parser) == "<Parser dialect='sglang', token_count=2, finished=True, done=True>"
+
+
 @pytest.mark.parametrize("form", [bytes, bytearray, memoryview, lambda data: memoryview(bytearray(data))])
 def test_bytes_of_any_kind_are_read(form: Any) -> None:
     parser = Parser("sglang")

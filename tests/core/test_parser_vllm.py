@@ -263,7 +263,7 @@ def test_a_usage_that_counts_other_tokens_is_a_length_error(place: str, told: in
     error = folded(*body)
     assert (error.decode_error.kind, error.decode_error.path) == ("length", "usage.completion_tokens")
     assert b"".join(body)[error.decode_error.offset :].startswith(b"%d," % told)
-    assert f"{told} tokens are told" in str(error.decode_error)
+    assert f"the engine reports {told} tokens" in str(error.decode_error)
     # What was good stays: the last event alone is refused.
     assert error.reading.finish_reason == ("stop" if place == "after the end" else None)
     assert error.reading.token_ids == ([11] if place == "with tokens" else [11, 12, 13])

@@ -112,6 +112,9 @@ def as_reading(generation: Generation) -> Reading:
         assert offsets[-1] == len(ids)
         assert (np.diff(offsets) >= 0).all()
         top_p = ids.tolist(), offsets.tolist()
+    prompt = generation.prompt_token_ids
+    if prompt is not None:
+        check_owned(prompt, np.int32)
     experts = generation.routed_experts
     if experts is not None:
         check_owned(experts, experts.dtype)
@@ -124,6 +127,7 @@ def as_reading(generation: Generation) -> Reading:
         routed_experts=experts,
         top_p=top_p,
         version_spans=generation.version_spans,
+        prompt_token_ids=None if prompt is None else prompt.tolist(),
         prompt_tokens=generation.prompt_tokens,
         cached_tokens=generation.cached_tokens,
         clamped_logprobs=generation.clamped_logprobs,

@@ -60,6 +60,7 @@ class State:
     request_id: str | None = None
     finish: str | None = None
     matched: int | str | None = None
+    prompt_ids: list[int] | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     clamped: int = 0
@@ -155,6 +156,25 @@ def take_tokens(state: State, asked: Asked, ids: list[Any], logprobs: list[float
             bad("logprob")
         state.logprobs.append(logprob)
         state.clamped += logprob in CLAMPED
+
+
+def check_prompt_length(state: State, asked: Asked, ids: list[Any] | None, prompt_tokens: int | None) -> None:
+    """The ids of the prompt are as many as were sent, and as the engine counts, in this event or before it."""
+    known = state.prompt_ids if ids is None else ids
+    counted = state.prompt_tokens if prompt_tokens is None else prompt_tokens
+    if known is not None and any(count not in (None, len(known)) for count in (asked.prompt_len, counted)):
+        bad("length")
+
+
+def take_prompt_ids(state: State, ids: list[Any] | None) -> None:
+    """The ids of the prompt, which no later event may change."""
+    if ids is None:
+        return
+    if state.prompt_ids not in (None, ids):
+        bad("prefix")
+    if not all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in ids):
+        bad("token")
+    state.prompt_ids = ids
 
 
 def ids_of_set(value: Any) -> list[int]:

@@ -14,6 +14,7 @@ from support.reference_rules import (
     Asked,
     Refused,
     State,
+    check_prompt_length,
     count,
     decoded,
     double,
@@ -22,6 +23,7 @@ from support.reference_rules import (
     matched_value,
     refuse_if_error,
     routed,
+    take_prompt_ids,
     take_tokens,
     take_versions,
     token_value,
@@ -32,6 +34,7 @@ EXPERT_DTYPES = {"int32": "<i4", "uint8": "|u1", "uint16": "<u2"}
 OWN_ATTRIBUTE = (
     "text",
     "output_ids",
+    "prompt_token_ids",
     "prompt_tokens",
     "cached_tokens",
     "routed_experts",
@@ -99,6 +102,8 @@ def apply(state: State, asked: Asked, event: dict[str, Any], meta_info: dict[str
     text = told(event, "text", str)
     output_ids = told(event, "output_ids", list)
     ids = None if output_ids is None else [token_value(token) for token in output_ids]
+    prompt = told(event, "prompt_token_ids", list)
+    prompt_ids = None if prompt is None else [token_value(token) for token in prompt]
     pairs = pairs_of(meta_info) if asked.logprobs else None
     length = count(meta_info, "output_token_logprobs_length")
     completion = count(meta_info, "completion_tokens")
@@ -119,6 +124,7 @@ def apply(state: State, asked: Asked, event: dict[str, Any], meta_info: dict[str
         bad("length")
     if None not in (prompt_tokens, asked.prompt_len) and prompt_tokens != asked.prompt_len:
         bad("length")
+    check_prompt_length(state, asked, prompt_ids, prompt_tokens)
 
     kept: list[Any] = list(zip(state.logprobs, state.ids, strict=True)) if asked.logprobs else state.ids
     if finish == "abort":
@@ -131,6 +137,8 @@ def apply(state: State, asked: Asked, event: dict[str, Any], meta_info: dict[str
             bad("mismatch")
         if state.mode == "cumulative":
             new = beyond(kept, new)
+
+    take_prompt_ids(state, prompt_ids)
 
     own = {"meta_info", *OWN_ATTRIBUTE, *(["output_token_logprobs"] if asked.logprobs else [])}
     for key, value in [*event.items(), *meta_info.items()]:

@@ -16,6 +16,7 @@ from support.reference_rules import (
     Asked,
     Refused,
     State,
+    check_prompt_length,
     count,
     decoded,
     double,
@@ -23,15 +24,25 @@ from support.reference_rules import (
     matched_value,
     refuse_if_error,
     routed,
+    take_prompt_ids,
     take_tokens,
     take_versions,
+    token_value,
     told,
 )
 
 FINISH = {None: None, "stop": "stop", "repetition": "stop", "length": "length", "abort": "abort", "cancelled": "abort"}
 # Of each level, what has an attribute of its own.
-OWN_OF_EVENT = ("choices", "usage", "weight_versions")
-OWN_OF_CHOICE = ("token_ids", "logprobs", "text", "routed_experts", "sampling_mask", "weight_versions")
+OWN_OF_EVENT = ("choices", "prompt_token_ids", "usage", "weight_versions")
+OWN_OF_CHOICE = (
+    "token_ids",
+    "prompt_token_ids",
+    "logprobs",
+    "text",
+    "routed_experts",
+    "sampling_mask",
+    "weight_versions",
+)
 OWN_OF_USAGE = ("prompt_tokens",)
 # The version, and where the header's text begins behind its length.
 NPY_STARTS = {b"\x93NUMPY\1\0": 10, b"\x93NUMPY\2\0": 12}
@@ -82,6 +93,8 @@ def apply(
         bad("schema")
     ids = told(choice, "token_ids", list)
     text = told(choice, "text", str)
+    prompt = told(choice if completions else event, "prompt_token_ids", list)
+    prompt_ids = None if prompt is None else [token_value(token) for token in prompt]
     logprobs, names = logprobs_of(choice, completions=completions) if asked.logprobs else (None, None)
     told(choice, "routed_experts", str)
     versions = [told(place, "weight_version", str, int, float) for place in (choice, event)]
@@ -100,6 +113,7 @@ def apply(
         bad("length")
     if None not in (prompt_tokens, asked.prompt_len) and prompt_tokens != asked.prompt_len:
         bad("length")
+    check_prompt_length(state, asked, prompt_ids, prompt_tokens)
 
     # ids beside logprobs
     if event.get("output_mode") != "text":
@@ -108,6 +122,7 @@ def apply(
             if is_token and named is not None and not (type(named) is int and named == token):
                 bad("mismatch")
 
+    take_prompt_ids(state, prompt_ids)
     take_tokens(state, asked, ids, logprobs or [])
     if text is not None:
         state.texts.append(text)

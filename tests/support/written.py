@@ -77,6 +77,7 @@ class Plan:
     sets_as: Literal["mask", "list", "base64", "last"] = "last"
     experts: tuple[Shape, int, bool] | None = None  # with the start, and whether the reply tells the dtype
     prompt: int = 3
+    prompt_ids: list[int] | None = None  # in every event
     cached: int | None = None
     extras: list[dict[str, Any]] = field(default_factory=list)  # of each event
     bare: bool = False  # empty lists are left out, as the Rust frontend does
@@ -115,6 +116,7 @@ def plans(draw: st.DrawFn) -> Plan:
     shape = st.builds(
         Shape, st.integers(1, 3), st.integers(1, 3), st.just(200), st.sampled_from(["int32", "uint8", "uint16"])
     )
+    prompt = draw(st.integers(3, 9))
     return Plan(
         ids=ids,
         logprobs=logprobs,
@@ -128,7 +130,8 @@ def plans(draw: st.DrawFn) -> Plan:
         sets=draw(st.none() | st.lists(st.lists(tokens, max_size=4), min_size=n, max_size=n)),
         sets_as=draw(st.sampled_from(["mask", "list", "base64", "last"])),
         experts=draw(st.none() | st.tuples(shape, st.integers(0, 2), st.booleans())),
-        prompt=draw(st.integers(3, 9)),
+        prompt=prompt,
+        prompt_ids=draw(st.none() | st.lists(tokens, min_size=prompt, max_size=prompt)),
         cached=draw(st.none() | st.integers(0, 2**31)),
         extras=[draw(st.dictionaries(keys, values, max_size=3)) for _ in range(len(cuts) + 1)],
         bare=draw(st.booleans()),
@@ -185,6 +188,7 @@ def write(plan: Plan, layout: Layout, dialect: str) -> Written:
             routed_experts=experts,
             top_p=None if plan.sets is None else ([*itertools.chain(*plan.sets)], offsets_of(plan.sets)),
             version_spans=spans_of(plan),
+            prompt_token_ids=plan.prompt_ids,
             prompt_tokens=plan.prompt if with_prompt else None,
             cached_tokens=plan.cached if with_prompt else None,
             meta=meta_of(told),
@@ -210,6 +214,8 @@ def told_by(plan: Plan, number: int) -> dict[str, Any]:
     if queued and not plan.cumulative:
         # Only what was not sent yet, and the last one again.
         event["output_ids"] = plan.ids[sent:n] + plan.ids[-1:]
+    if plan.prompt_ids is not None:
+        event["prompt_token_ids"] = plan.prompt_ids
     if plan.pieces is not None:
         event["text"] = "".join(plan.pieces[i] for i in order)
     if plan.logprobs is not None:

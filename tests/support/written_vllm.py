@@ -54,6 +54,7 @@ class Plan:
     sets: list[list[int]] | None = None
     experts: tuple[Shape, int] | None = None  # with the start
     prompt: int = 3
+    prompt_ids: list[int] | None = None  # in the first event
     cached: int | None = None
     extras: list[tuple[Level, Level, Level]] = field(default_factory=list)  # of each event: its own, choice's, usage's
 
@@ -76,6 +77,7 @@ def plans(draw: st.DrawFn) -> Plan:
         Shape, st.integers(1, 3), st.integers(1, 3), st.just(200), st.sampled_from(["int32", "uint8", "uint16"])
     )
     extras = st.dictionaries(keys, values, max_size=2)
+    prompt = draw(st.integers(3, 9))
     return Plan(
         wire=draw(st.sampled_from(WIRES)),
         ids=ids,
@@ -92,7 +94,8 @@ def plans(draw: st.DrawFn) -> Plan:
         spans=draw(st.none() | st.just([(f"v{number % 3}", length) for number, length in enumerate(lengths)])),
         sets=draw(st.none() | st.lists(st.lists(tokens, max_size=4), min_size=n, max_size=n)),
         experts=draw(st.none() | st.tuples(shape, st.integers(0, 2))),
-        prompt=draw(st.integers(3, 9)),
+        prompt=prompt,
+        prompt_ids=draw(st.none() | st.lists(tokens, min_size=prompt, max_size=prompt)),
         cached=draw(st.none() | st.integers(0, 2**31)),
         extras=[(draw(extras), draw(extras), draw(extras)) for _ in range(len(cuts) + 2)],
     )
@@ -137,6 +140,7 @@ def write(plan: Plan, layout: Layout) -> Written:
             routed_experts=routed(plan) if plan.experts and plan.has_side_data else None,
             top_p=None if sets is None else ([*itertools.chain(*sets)], offsets_of(sets)),
             version_spans=spans_of(plan),
+            prompt_token_ids=plan.prompt_ids,
             prompt_tokens=None if plan.counted == "none" else plan.prompt,
             cached_tokens=None if plan.counted == "none" else plan.cached,
             meta=meta_of(told),
@@ -171,6 +175,10 @@ def told_by(plan: Plan, number: int) -> Level:
         ]
     usage = {**usage_of(plan, plan.cuts[number], None), **of_usage} if plan.counted == "every" else None
     event = {**outer(plan), "usage": usage, "choices": [choice], **of_event}
+    if plan.wire == "completions":
+        choice["prompt_token_ids"] = None if number else plan.prompt_ids
+    elif plan.prompt_ids is not None and number == 0:
+        event["prompt_token_ids"] = plan.prompt_ids
     if plan.labels[number] is not None:
         event["weight_version"] = plan.labels[number]
     if plan.wire != "rust":
@@ -254,6 +262,7 @@ def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
 def meta_of(told: list[Level]) -> Level:
     """All that has no attribute of its own, the latest of each, of the innermost level that tells it."""
     own = {"choices", "usage", "token_ids", "logprobs", "text", "routed_experts", "sampling_mask", "prompt_tokens"}
+    own |= {"prompt_token_ids"}
     levels: list[Level] = [{}, {}, {}]
     for event in told:
         for level, place in zip(levels, (event, *(event["choices"] or [{}]), event.get("usage") or {}), strict=True):

@@ -1,21 +1,20 @@
-//! What one call produced, and the buffers it grows in.
+//! What one HTTP call produced: the result that `Parser::take` returns.
 
-use crate::meta::Meta;
-use crate::text::unescape;
+use crate::memory::grow;
 
 /// Why the engine ended a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// A stop token or a stop string.
     Stop,
-    /// The budget is used up.
+    /// `max_new_tokens` was reached.
     Length,
-    /// Somebody aborted it.
+    /// The request was aborted.
     Abort,
 }
 
 impl FinishReason {
-    /// The word on the wire, and in Python.
+    /// The name in Python.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -26,19 +25,19 @@ impl FinishReason {
     }
 }
 
-/// What a generation stopped at.
+/// The stop token or stop string that ended a generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Matched {
     /// A token id.
     Token(i64),
-    /// A stop string, or the pattern of one.
+    /// A stop string or its pattern.
     Text(String),
 }
 
-/// The ids of the experts that each token was routed to, in C order.
+/// The ids of the experts that each token was routed to: `[rows, num_layers, top_k]` in C order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RoutedExperts {
-    /// SGLang's own type.
+    /// SGLang's default type.
     Int32(Vec<i32>),
     /// Up to 256 experts.
     Uint8(Vec<u8>),
@@ -46,79 +45,76 @@ pub enum RoutedExperts {
     Uint16(Vec<u16>),
 }
 
-/// The ids that sampling could choose, per token: `ids[offsets[i]..offsets[i + 1]]`.
+/// The candidates that sampling chose each token from: `ids[offsets[i]..offsets[i + 1]]` for token `i`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TopP {
-    /// All ids, one token after the other.
+    /// The ids of all tokens, concatenated.
     pub ids: Vec<i32>,
-    /// Tokens + 1 of them.
+    /// One more than tokens; starts at 0, ends at the number of ids.
     pub offsets: Vec<i32>,
 }
 
 impl TopP {
-    /// The ids of one token.
+    /// The candidates of one token.
     pub(crate) fn of(&self, token: usize) -> &[i32] {
         let end = |index: usize| usize::try_from(self.offsets[index]).unwrap_or_default();
         &self.ids[end(token)..end(token + 1)]
     }
 }
 
-/// Which weights produced the tokens `start..end`.
+/// The weight version of the tokens `start..end`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VersionSpan {
     /// The engine's label for its weights.
     pub version: String,
     /// The first token.
     pub start: usize,
-    /// Behind the last token.
+    /// One past the last token.
     pub end: usize,
-}
-
-/// Make room by a sixteenth at least, so that little is held in vain and growing stays linear.
-pub(crate) fn grow<T>(buffer: &mut Vec<T>, more: usize) -> bool {
-    buffer.capacity() - buffer.len() >= more || buffer.try_reserve_exact(more.max(buffer.len() / 16)).is_ok()
 }
 
 /// What one HTTP call produced.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Generation {
-    /// The sampled tokens.
+    /// The sampled tokens, the stop token included.
     pub token_ids: Vec<i32>,
-    /// One for each token; None if they were not asked for.
+    /// One logprob for each token; None if logprobs were not requested.
     pub logprobs: Option<Vec<f64>>,
     /// The engine's text; None if it sent none.
     pub text: Option<String>,
-    /// None if the stream was cut.
+    /// None if the stream ended before the terminal event.
     pub finish_reason: Option<FinishReason>,
-    /// What it stopped at, if told.
+    /// The stop token or stop string, if the engine reports it.
     pub matched: Option<Matched>,
-    /// Routed experts, if sent; the parser has checked their number.
+    /// Routed experts, if the engine sent them. Their number is checked.
     pub routed_experts: Option<RoutedExperts>,
-    /// The rows of `routed_experts`; None if the parser was not told their shape.
+    /// The number of rows in `routed_experts`; None without [`Options::experts`](crate::Options::experts).
     pub expert_rows: Option<usize>,
-    /// Sampling masks, if sent for every token.
+    /// The candidates of sampling, if the engine sent them for every token.
     pub top_p: Option<TopP>,
-    /// Weight versions over the tokens, in order.
+    /// The weight versions of the tokens, in order.
     pub version_spans: Vec<VersionSpan>,
-    /// The length of the prompt, as last told.
+    /// The prompt's tokens; None if the engine did not send them.
+    pub prompt_token_ids: Option<Vec<i32>>,
+    /// The number of prompt tokens that the engine reports, the latest value.
     pub prompt_tokens: Option<u64>,
-    /// Tokens of the prompt that came from the cache, as last told.
+    /// The number of prompt tokens read from the engine's prefix cache, the latest value.
     pub cached_tokens: Option<u64>,
-    /// Logprobs kept although they are a stand-in for minus infinity.
+    /// The number of logprobs that are the engine's substitute for minus infinity.
     pub clamped_logprobs: usize,
-    /// Every other key with its latest value, both as JSON. Of a key that comes twice the last value counts.
+    /// Every other key with its latest value, both as JSON. If a key is in the list twice, the last one counts.
     pub meta: Vec<(String, String)>,
 }
 
 impl Generation {
     /// Make room for `more` tokens, or change nothing.
     ///
-    /// At most 12.75 bytes are held per token, and realloc moves large blocks without a copy.
+    /// This holds at most 12.75 bytes for each token, and realloc moves large blocks without a copy.
     pub(crate) fn reserve(&mut self, more: usize) -> bool {
         grow(&mut self.token_ids, more) && self.logprobs.as_mut().is_none_or(|logprobs| grow(logprobs, more))
     }
 
-    /// Note that the tokens from `start` on came from `version`.
+    /// Record that the tokens from `start` on were produced by `version`.
     pub(crate) fn extend_version(&mut self, version: &str, start: usize) {
         let end = self.token_ids.len();
         if start == end {
@@ -131,7 +127,7 @@ impl Generation {
     }
 
     /// Bytes held by the buffers.
-    pub(crate) fn held(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         let experts = match &self.routed_experts {
             None => 0,
             Some(RoutedExperts::Int32(ids)) => ids.capacity() * 4,
@@ -140,10 +136,11 @@ impl Generation {
         };
         let top_p = self.top_p.as_ref().map_or(0, |top_p| (top_p.ids.capacity() + top_p.offsets.capacity()) * 4);
         let logprobs = self.logprobs.as_ref().map_or(0, Vec::capacity) * size_of::<f64>();
-        self.token_ids.capacity() * size_of::<i32>() + logprobs + experts + top_p
+        let ids = self.token_ids.capacity() + self.prompt_token_ids.as_ref().map_or(0, Vec::capacity);
+        ids * size_of::<i32>() + logprobs + experts + top_p
     }
 
-    /// Give back what the buffers reserved for more.
+    /// Release unused capacity.
     pub(crate) fn shrink(&mut self) {
         self.token_ids.shrink_to_fit();
         if let Some(logprobs) = &mut self.logprobs {
@@ -153,124 +150,5 @@ impl Generation {
             top_p.ids.shrink_to_fit();
             top_p.offsets.shrink_to_fit();
         }
-    }
-}
-
-/// The text so far.
-///
-/// A whole text that replaces the last one is kept as it came and decoded when somebody wants it: a cumulative
-/// stream repeats it in each event.
-#[derive(Default)]
-pub(crate) struct Text {
-    plain: String,
-    /// Where the text of the last event that held one begins in `plain`.
-    last: usize,
-    /// A string of JSON that stands for the text instead of `plain`.
-    raw: Vec<u8>,
-    is_raw: bool,
-    is_told: bool,
-    is_missing: bool,
-}
-
-impl Text {
-    /// Make room for a string of JSON of `length` bytes, to be appended or to replace, or change nothing.
-    pub(crate) fn reserve(&mut self, length: usize, replaces: bool) -> bool {
-        if replaces {
-            return self.raw.capacity() >= length || grow(&mut self.raw, length);
-        }
-        let (room, least) = (self.plain.capacity() - self.plain.len(), length.max(self.plain.len() / 16));
-        room >= length || self.plain.try_reserve_exact(least).is_ok()
-    }
-
-    pub(crate) fn append(&mut self, raw: &[u8], has_escapes: bool) {
-        self.settle();
-        self.is_told = true;
-        self.last = self.plain.len();
-        if has_escapes {
-            unescape(raw, &mut self.plain);
-        } else {
-            self.plain.push_str(std::str::from_utf8(raw).unwrap_or_default());
-        }
-    }
-
-    pub(crate) fn replace(&mut self, raw: &[u8]) {
-        self.is_told = true;
-        self.is_raw = true;
-        self.raw.clear();
-        self.raw.extend_from_slice(raw);
-    }
-
-    pub(crate) fn set(&mut self, text: String) {
-        self.is_told = true;
-        self.is_raw = false;
-        self.last = 0;
-        self.plain = text;
-    }
-
-    /// The events have turned out to be cumulative: only the last text counts.
-    pub(crate) fn keep_last(&mut self) {
-        self.settle();
-        self.plain.drain(..self.last);
-        self.last = 0;
-    }
-
-    /// An event brought tokens and no text.
-    pub(crate) fn miss(&mut self) {
-        self.is_missing = true;
-    }
-
-    pub(crate) fn plain(&mut self) -> &str {
-        self.settle();
-        &self.plain
-    }
-
-    pub(crate) fn take(&mut self) -> Option<String> {
-        self.settle();
-        let text = std::mem::take(&mut self.plain);
-        (self.is_told && !self.is_missing).then_some(text)
-    }
-
-    pub(crate) fn held(&self) -> usize {
-        self.plain.capacity() + self.raw.capacity()
-    }
-
-    fn settle(&mut self) {
-        if self.is_raw {
-            self.is_raw = false;
-            self.last = 0;
-            self.plain.clear();
-            unescape(&self.raw, &mut self.plain);
-        }
-    }
-}
-
-/// A generation while it grows.
-#[derive(Default)]
-pub(crate) struct Growing {
-    pub generation: Generation,
-    pub text: Text,
-    /// What each level of the events told beside all that; of one key the innermost level counts.
-    pub meta: [Meta; 3],
-    /// Whether sampling masks have come for every token so far.
-    pub covers_top_p: bool,
-}
-
-impl Growing {
-    pub(crate) fn new(logprobs: bool) -> Self {
-        let generation = Generation { logprobs: logprobs.then(Vec::new), ..Generation::default() };
-        Self { generation, covers_top_p: true, ..Self::default() }
-    }
-
-    pub(crate) fn take(&mut self) -> Generation {
-        let mut generation = std::mem::take(&mut self.generation);
-        generation.text = self.text.take();
-        // A key that stands in several places comes as often, and the last one counts.
-        generation.meta = self.meta.iter_mut().flat_map(Meta::take).collect();
-        generation.shrink();
-        generation
-    }
-
-    pub(crate) fn held(&self) -> usize {
-        self.generation.held() + self.text.held() + self.meta.iter().map(Meta::held).sum::<usize>()
     }
 }

@@ -1,125 +1,17 @@
-//! Raw bytes of one streamed reply in, one generation out.
+//! `Parser`: the raw bytes of one streamed HTTP response in, one `Generation` out.
 
-use crate::error::{Error, ErrorKind, Flaw, ParseError, Refusal};
-use crate::generation::{Generation, Growing};
+use crate::builder::GenerationBuilder;
+use crate::error::{Error, ErrorKind, EventError, ParseError, Rejection};
+use crate::generation::Generation;
+use crate::options::{Dialect, Options};
 use crate::sglang::{Mode, Sglang};
 use crate::sse::{Event, Framer};
 use crate::vllm::{Api, Vllm};
 
-/// Room for so many tokens is reserved at once, if as many were asked for.
+/// Space for at most this many tokens is reserved before the first one arrives.
 const FIRST_RESERVE: usize = 4096;
 
-/// The type of one routed expert on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Dtype {
-    /// 4 bytes.
-    Int32,
-    /// 1 byte.
-    Uint8,
-    /// 2 bytes.
-    Uint16,
-}
-
-impl Dtype {
-    /// The name that numpy and the wire use.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Int32 => "int32",
-            Self::Uint8 => "uint8",
-            Self::Uint16 => "uint16",
-        }
-    }
-
-    /// The type of that name.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Int32, Self::Uint8, Self::Uint16].into_iter().find(|dtype| dtype.name() == name)
-    }
-}
-
-/// How the engine writes routed experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Experts {
-    /// Layers in each row.
-    pub num_layers: usize,
-    /// Experts that each token is routed to, in each layer.
-    pub top_k: usize,
-    /// The range that ids are checked against.
-    pub num_experts: Option<u32>,
-    /// Used where the reply does not tell the type.
-    pub dtype: Dtype,
-}
-
-/// What to do with a logprob that stands for minus infinity.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Clamped {
-    /// It is damage.
-    Raise,
-    /// Keep it as it came, and count it.
-    Keep,
-}
-
-/// How an engine writes a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dialect {
-    /// SGLang, cumulative or incremental: the stream shows which.
-    Sglang,
-    /// SGLang as it is by default: each event repeats the whole response.
-    SglangCumulative,
-    /// SGLang with `--incremental-streaming-output`.
-    SglangIncremental,
-    /// vLLM's token endpoint, `/inference/v1/generate`.
-    Vllm,
-    /// vLLM's `/v1/completions` with `return_token_ids`.
-    VllmCompletions,
-}
-
-impl Dialect {
-    /// Every dialect, by its name.
-    pub const ALL: [(&'static str, Self); 5] = [
-        ("sglang", Self::Sglang),
-        ("sglang-cumulative", Self::SglangCumulative),
-        ("sglang-incremental", Self::SglangIncremental),
-        ("vllm", Self::Vllm),
-        ("vllm-completions", Self::VllmCompletions),
-    ];
-}
-
-/// What was asked of the engine, and the limits.
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// Whether logprobs were asked for.
-    pub logprobs: bool,
-    /// Whether routed experts were asked for, and their shape.
-    pub experts: Option<Experts>,
-    /// The number of tokens sent as the prompt; None if the engine makes them, as from images.
-    pub prompt_len: Option<u64>,
-    /// The position of the first row of routed experts.
-    pub experts_start: u64,
-    /// What to do with a logprob that stands for minus infinity.
-    pub clamped: Clamped,
-    /// Sizes the first buffers.
-    pub max_new_tokens: Option<usize>,
-    /// The largest event.
-    pub max_event_bytes: usize,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            logprobs: true,
-            experts: None,
-            prompt_len: None,
-            experts_start: 0,
-            clamped: Clamped::Raise,
-            max_new_tokens: None,
-            max_event_bytes: 1 << 30,
-        }
-    }
-}
-
-/// Folds the bytes of one reply.
+/// Parses the response body of one streamed generation.
 ///
 /// ```
 /// use streamfold_core::{Dialect, Options, Parser};
@@ -135,28 +27,28 @@ impl Default for Options {
 /// ```
 pub struct Parser {
     framer: Framer,
-    folder: Folder,
+    decoder: EventDecoder,
     error: Option<Error>,
     is_closed: bool,
-    /// What the counters said when the generation was taken.
+    /// The token count and `finished` at the time of `take`.
     taken: Option<(usize, bool)>,
 }
 
-/// What events are folded into.
-struct Folder {
+/// Decodes the events of one stream and adds them to the generation.
+struct EventDecoder {
     options: Options,
-    reader: Reader,
-    growing: Growing,
+    dialect: DialectDecoder,
+    builder: GenerationBuilder,
     is_done: bool,
 }
 
-/// What reads one event of a dialect.
-enum Reader {
+/// The decoder of the engine that writes the stream.
+enum DialectDecoder {
     Sglang(Sglang),
     Vllm(Vllm),
 }
 
-impl Reader {
+impl DialectDecoder {
     fn new(dialect: Dialect, options: &Options) -> Self {
         match dialect {
             Dialect::Sglang => Self::Sglang(Sglang::new(Mode::Unknown, options)),
@@ -167,47 +59,49 @@ impl Reader {
         }
     }
 
-    fn held(&self) -> usize {
+    fn held_bytes(&self) -> usize {
         match self {
-            Self::Sglang(reader) => reader.held(),
-            Self::Vllm(reader) => reader.held(),
+            Self::Sglang(sglang) => sglang.held_bytes(),
+            Self::Vllm(vllm) => vllm.held_bytes(),
         }
     }
 }
 
 impl Parser {
-    /// A parser for one reply.
+    /// A parser for one response.
     #[must_use]
     pub fn new(dialect: Dialect, options: Options) -> Self {
-        let mut growing = Growing::new(options.logprobs);
-        // A failure here comes back with the first tokens, where it can be told.
-        growing.generation.reserve(options.max_new_tokens.unwrap_or(0).min(FIRST_RESERVE));
-        let folder = Folder { options, reader: Reader::new(dialect, &options), growing, is_done: false };
-        Self { framer: Framer::new(options.max_event_bytes), folder, error: None, is_closed: false, taken: None }
+        let mut builder = GenerationBuilder::new(options.logprobs);
+        // If this fails, the first event with tokens tries again and reports the error.
+        builder.generation.reserve(options.max_new_tokens.unwrap_or(0).min(FIRST_RESERVE));
+        let decoder =
+            EventDecoder { options, dialect: DialectDecoder::new(dialect, &options), builder, is_done: false };
+        Self { framer: Framer::new(options.max_event_bytes), decoder, error: None, is_closed: false, taken: None }
     }
 
-    /// Read the next bytes, cut anywhere; the number of tokens that became available.
+    /// Parse the next bytes, split at any byte. Returns the number of tokens that became available.
     ///
     /// # Errors
     ///
-    /// Whatever is wrong with the first event that is wrong; from then on the same again.
+    /// What is wrong with the first event that is wrong. Every later call returns the same error.
     pub fn feed(&mut self, data: &[u8]) -> Result<usize, Error> {
         if let Some(error) = &self.error {
             return Err(error.clone());
         }
         let before = self.token_count();
-        let folder = &mut self.folder;
-        let result = self.framer.feed(data, |event| folder.event(event));
+        let decoder = &mut self.decoder;
+        let result = self.framer.feed(data, |event| decoder.decode(event));
         self.keep_error(result)?;
         Ok(self.token_count() - before)
     }
 
-    /// Tell that the body has ended; nothing is fed afterwards. An event that is pending is read if it is whole, once.
+    /// End the stream: the body is complete, and nothing is fed afterwards. A pending event without its blank line is
+    /// parsed if it is complete JSON.
     ///
     /// # Errors
     ///
-    /// [`Error::Truncated`] if no finish reason was seen, unless the call was aborted; and whatever is wrong with the
-    /// pending event, or was wrong before.
+    /// [`Error::Truncated`] if there was no finish reason and the call was not aborted; an error of the pending event;
+    /// an earlier error.
     pub fn close(&mut self, aborted: bool) -> Result<(), Error> {
         if let Some(error) = &self.error {
             return Err(error.clone());
@@ -225,8 +119,8 @@ impl Parser {
             return Ok(());
         }
         let Some(event) = self.framer.finish()? else { return Ok(()) };
-        match self.folder.event(&event) {
-            // Cut in the middle: nothing was taken from it.
+        match self.decoder.decode(&event) {
+            // The connection ended inside the event: nothing of it was applied.
             Err(Error::Parse(ParseError { kind: ErrorKind::Json | ErrorKind::Utf8, .. })) => Ok(()),
             other => other.map(|_| ()),
         }
@@ -240,80 +134,82 @@ impl Parser {
         result
     }
 
-    /// Give what is there; the parser is spent.
+    /// Return the generation so far. The parser must not be fed afterwards.
     pub fn take(&mut self) -> Generation {
         self.taken = Some((self.token_count(), self.finished()));
         self.framer.release();
-        self.folder.growing.take()
+        self.decoder.builder.take()
     }
 
-    /// Tokens so far.
+    /// The number of tokens so far.
     #[must_use]
     pub fn token_count(&self) -> usize {
-        self.taken.map_or_else(|| self.folder.growing.generation.token_ids.len(), |(count, _)| count)
+        self.taken.map_or_else(|| self.decoder.builder.generation.token_ids.len(), |(count, _)| count)
     }
 
-    /// Whether the terminal event was seen.
+    /// Whether the terminal event, the one with a finish reason, was received.
     #[must_use]
     pub fn finished(&self) -> bool {
-        self.taken.map_or_else(|| self.folder.is_finished(), |(_, finished)| finished)
+        self.taken.map_or_else(|| self.decoder.is_finished(), |(_, finished)| finished)
     }
 
-    /// Whether `[DONE]` was seen.
+    /// Whether `[DONE]` was received.
     #[must_use]
     pub fn done(&self) -> bool {
-        self.folder.is_done
+        self.decoder.is_done
     }
 
-    /// Bytes of memory held.
+    /// Bytes of memory that the parser holds.
     #[must_use]
-    pub fn held(&self) -> usize {
-        size_of::<Self>() + self.framer.held() + self.folder.growing.held() + self.folder.reader.held()
+    pub fn held_bytes(&self) -> usize {
+        let decoder = &self.decoder;
+        size_of::<Self>() + self.framer.held_bytes() + decoder.builder.held_bytes() + decoder.dialect.held_bytes()
     }
 }
 
-impl Folder {
+impl EventDecoder {
     fn is_finished(&self) -> bool {
-        self.growing.generation.finish_reason.is_some()
+        self.builder.generation.finish_reason.is_some()
     }
 
-    /// Whether events that come now may be dropped unread.
-    fn is_deaf(&self) -> bool {
-        // vLLM tells the usage after the terminal event.
-        self.is_done || (self.is_finished() && matches!(self.reader, Reader::Sglang(_)))
+    /// Whether all further events but `[DONE]` are skipped.
+    fn ignores_events(&self) -> bool {
+        // vLLM sends the usage after the terminal event.
+        self.is_done || (self.is_finished() && matches!(self.dialect, DialectDecoder::Sglang(_)))
     }
 
-    /// Fold one event; whether only `[DONE]` is of interest from now on.
-    fn event(&mut self, event: &Event<'_>) -> Result<bool, Error> {
+    /// Decode one event. Returns whether all further events but `[DONE]` can be skipped.
+    fn decode(&mut self, event: &Event<'_>) -> Result<bool, Error> {
         if event.data == b"[DONE]" {
             self.is_done = true;
             return Ok(true);
         }
-        if self.is_deaf() {
+        if self.ignores_events() {
             return Ok(true);
         }
-        // Most events are ASCII, which is seen ten times faster.
+        // Most events are ASCII, and the check for ASCII is ten times faster.
         let valid = if event.data.is_ascii() { Ok(()) } else { std::str::from_utf8(event.data).map(|_| ()) };
         let is_late = self.is_finished();
-        let Self { options, reader, growing, .. } = self;
-        let folded = match (valid, reader) {
+        let Self { options, dialect, builder, .. } = self;
+        let result = match (valid, dialect) {
             (Err(_), _) if is_late => Ok(()),
-            (Err(error), _) => Err(Flaw::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8").into()),
-            (Ok(()), Reader::Sglang(reader)) => reader.event(event.data, event.is_error, options, growing),
-            (Ok(()), Reader::Vllm(reader)) if is_late => {
-                reader.late_event(event.data, event.is_error, options, growing)
+            (Err(error), _) => Err(EventError::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8").into()),
+            (Ok(()), DialectDecoder::Sglang(sglang)) => sglang.decode(event.data, event.is_error, options, builder),
+            (Ok(()), DialectDecoder::Vllm(vllm)) if is_late => {
+                vllm.decode_late(event.data, event.is_error, options, builder)
             }
-            (Ok(()), Reader::Vllm(reader)) => reader.event(event.data, event.is_error, options, growing),
+            (Ok(()), DialectDecoder::Vllm(vllm)) => vllm.decode(event.data, event.is_error, options, builder),
         };
-        folded.map_err(|refusal| match refusal {
-            Refusal::Flaw(flaw) => place(flaw, event),
-            Refusal::Fault(fault) => Error::Engine(fault),
+        result.map_err(|rejection| match rejection {
+            Rejection::Invalid(error) => locate(error, event),
+            Rejection::Engine(error) => Error::Engine(error),
         })?;
-        Ok(self.is_deaf())
+        Ok(self.ignores_events())
     }
 }
 
-fn place(flaw: Flaw, event: &Event<'_>) -> Error {
-    let Flaw { kind, at, path, message } = flaw;
+/// The error with its place in the body instead of its place in the event.
+fn locate(error: EventError, event: &Event<'_>) -> Error {
+    let EventError { kind, at, path, message } = error;
     Error::Parse(ParseError { kind, offset: event.offset(at), path, message })
 }

@@ -1,196 +1,192 @@
-//! One event of SGLang's `/generate` -> the generation.
+//! Decodes the events of SGLang's `/generate` and applies them to the generation.
 //!
-//! The checks come in one order, whatever the order of the keys: the error object, `meta_info` and the finish type,
-//! an abort with a status, types, counts, ids against pairs, what was sent before, ids, logprobs, side data. Only
-//! when all have passed is anything changed.
+//! The order of the checks does not depend on the order of the keys: the error object, `meta_info` and the finish type,
+//! an abort with a status, types, counts, ids against pairs, tokens sent before, ids, logprobs, side data. An event is
+//! applied only after all checks have passed.
 
+mod buffers;
 mod checks;
 mod counts;
 mod fields;
 mod keys;
+mod mode;
+mod paths;
 mod reader;
 mod side;
-mod staged;
 
+use crate::builder::GenerationBuilder;
 use crate::checks::prompt_tokens;
-use crate::error::{EngineFault, ErrorKind, Flaw, Refusal};
+use crate::error::{EngineError, ErrorKind, EventError, Rejection};
 use crate::field::{List, RawMatched};
-use crate::generation::{FinishReason, Growing};
-use crate::parser::Options;
-use crate::sglang::counts::{Counts, Shape, Step, told};
+use crate::generation::FinishReason;
+use crate::options::Options;
+use crate::prompt_ids::PromptIds;
+use crate::sglang::buffers::{Elements, EventBuffers};
+use crate::sglang::counts::{Counts, Shape, Step, reported_tokens};
 use crate::sglang::fields::{Fields, Finish};
+pub(crate) use crate::sglang::mode::Mode;
+use crate::sglang::paths::{PROMPT_IDS, PROMPT_TOKENS};
 use crate::sglang::reader::read;
-use crate::sglang::staged::{Elements, Staged};
-use crate::side::{Arrivals, Version};
+use crate::side::{Progress, Version};
 use crate::text::decode;
 
-const PAIRS: &str = "meta_info.output_token_logprobs";
-const IDS: &str = "output_ids";
-const LENGTH: &str = "meta_info.output_token_logprobs_length";
-const COMPLETION: &str = "meta_info.completion_tokens";
-const FINISH: &str = "meta_info.finish_reason";
-
-/// Whether each event repeats the whole response or holds only what is new.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mode {
-    /// Not known yet; the first event that can decide does.
-    Unknown,
-    Cumulative,
-    Incremental,
-}
-
-/// The state of one stream.
+/// The decoder of one stream.
 pub(crate) struct Sglang {
     mode: Mode,
     id: Option<String>,
     version: Version,
-    staged: Staged,
+    buffers: EventBuffers,
 }
 
 impl Sglang {
     pub(crate) fn new(mode: Mode, options: &Options) -> Self {
-        Self { mode, id: None, version: Version::default(), staged: Staged::new(options.logprobs) }
+        Self { mode, id: None, version: Version::default(), buffers: EventBuffers::new(options.logprobs) }
     }
 
-    pub(crate) fn held(&self) -> usize {
-        self.staged.held()
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffers.held_bytes()
     }
 
-    /// Fold one event; all or nothing. Its data is UTF-8.
-    pub(crate) fn event(
+    /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
+    pub(crate) fn decode(
         &mut self,
         data: &[u8],
         is_error: bool,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Refusal> {
-        let mut fields = Fields::EMPTY;
-        read(data, &mut self.staged, &mut fields)
-            .map_err(|(at, why)| Flaw::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
-        if is_error || fields.errors.tell_error(data, !fields.meta_info.is_absent()) {
-            return Err(fields.errors.fault(data).into());
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), Rejection> {
+        let mut fields = Fields::default();
+        read(data, &mut self.buffers, &mut fields)
+            .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
+        if is_error || fields.errors.is_error(data, !fields.meta_info.is_absent()) {
+            return Err(fields.errors.engine_error(data).into());
         }
         let finish = checks::finish(&fields)?;
-        let fault = finish.and_then(|finish| finish_fault(data, &finish));
+        let failure = finish.and_then(|finish| finish_error(data, &finish));
         let reason = finish.and_then(|finish| finish.reason);
-        match fault {
-            None => self.fold(data, &fields, reason, options, growing)?,
-            Some(fault) => {
-                // What a broken engine had produced before is sound if it passes every check.
-                if fault.status.is_some_and(|status| status >= 500)
-                    && self.fold(data, &fields, reason, options, growing).is_ok()
+        match failure {
+            None => self.check_and_apply(data, &fields, reason, options, builder)?,
+            Some(failure) => {
+                // The engine failed, but the tokens of this event are kept if they pass every check.
+                if failure.status.is_some_and(|status| status >= 500)
+                    && self.check_and_apply(data, &fields, reason, options, builder).is_ok()
                 {
-                    growing.generation.finish_reason = None;
+                    builder.generation.finish_reason = None;
                 }
-                return Err(fault.into());
+                return Err(failure.into());
             }
         }
-        growing.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| matched.decode(data));
+        builder.generation.matched = finish.and_then(|finish| finish.matched).map(|matched| matched.decode(data));
         Ok(())
     }
 
-    fn fold(
+    fn check_and_apply(
         &mut self,
         data: &[u8],
         fields: &Fields,
         reason: Option<FinishReason>,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Flaw> {
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), EventError> {
         checks::identity(data, fields, self.id.as_deref())?;
         checks::types(fields)?;
-        let kept = &growing.generation;
-        let counted = if options.logprobs { &fields.pairs } else { &fields.output_ids };
+        let kept = &builder.generation;
+        let counted = if options.logprobs { &fields.meta.pairs } else { &fields.output_ids };
         let list = counted.get();
         let is_abort = reason == Some(FinishReason::Abort);
         let counts = Counts {
             fields,
             list: counted,
-            elements: Elements::new(list, &self.staged, kept),
+            elements: Elements::new(list, &self.buffers, kept),
             kept: kept.token_ids.len(),
-            told: told(fields, options, kept.token_ids.len(), is_abort)?,
+            reported: reported_tokens(fields, options, kept.token_ids.len(), is_abort)?,
             mode: self.mode,
             logprobs: options.logprobs,
         };
         let step = if is_abort { counts.abort_step()? } else { counts.step()? };
-        prompt_tokens(&fields.prompt_tokens, options, "meta_info.prompt_tokens")?;
+        prompt_tokens(&fields.meta.prompt_tokens, options, PROMPT_TOKENS)?;
+        let prompt_ids = (&fields.prompt_token_ids, PROMPT_IDS);
+        PromptIds::check_length(prompt_ids, (&fields.meta.prompt_tokens, PROMPT_TOKENS), kept, options)?;
         if !is_abort {
-            checks::ids_beside_pairs(data, fields, &self.staged, kept)?;
+            checks::ids_beside_pairs(data, fields, &self.buffers, kept)?;
         }
         checks::prefix(data, list, counts.elements, step, kept)?;
-        let staged = if step.new > 0 { self.staged.stage_from(list, step.first, kept) } else { 0 };
-        checks::ids(data, list, step, &self.staged, staged)?;
-        let clamped = checks::logprobs(data, list, step, &self.staged, staged, options)?;
-        let side = if step.shape == Shape::Bare {
+        self.buffers.prompt_ids.check(data, prompt_ids, kept)?;
+        let start = if step.new > 0 { self.buffers.buffer_from(list, step.first, kept) } else { 0 };
+        checks::ids(data, list, step, &self.buffers, start)?;
+        let clamped = checks::logprobs(data, list, step, &self.buffers, start, options)?;
+        let side = if step.shape == Shape::Marker {
             None
         } else {
-            let arrivals = Arrivals { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
+            let progress = Progress { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
             let len = list.map_or(0, |list| list.len);
-            Some(side::read(data, fields, arrivals, len, options, kept)?)
+            Some(side::read(data, fields, progress, len, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
-        if !growing.generation.reserve(step.new) || !growing.text.reserve(text, step.mode == Mode::Cumulative) {
-            let message = format!("no memory for {} more tokens and {text} bytes of text", step.new);
-            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", message));
+        if !builder.generation.reserve(step.new) || !builder.text.reserve(text, step.mode == Mode::Cumulative) {
+            let message = format!("out of memory for {} more tokens and {text} bytes of text", step.new);
+            return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
 
         // Nothing below can fail.
-        self.apply(data, fields, step, staged, growing);
-        growing.generation.clamped_logprobs += clamped;
+        self.apply(data, fields, step, start, builder);
+        builder.generation.clamped_logprobs += clamped;
         if let Some(side) = side {
-            side.apply(step.new, growing);
+            side.apply(step.new, builder);
         }
-        growing.generation.finish_reason = reason;
+        builder.generation.finish_reason = reason;
         self.remember(data, fields, list, step);
         Ok(())
     }
 
-    fn apply(&mut self, data: &[u8], fields: &Fields, step: Step, staged: usize, growing: &mut Growing) {
+    fn apply(&mut self, data: &[u8], fields: &Fields, step: Step, start: usize, builder: &mut GenerationBuilder) {
         if self.mode == Mode::Unknown && step.mode == Mode::Cumulative {
-            growing.text.keep_last();
+            builder.text.keep_last();
         }
         self.mode = step.mode;
-        self.apply_text(data, fields, step, growing);
-        let generation = &mut growing.generation;
+        self.apply_text(data, fields, step, builder);
+        let generation = &mut builder.generation;
         let kept = generation.token_ids.len();
-        generation.token_ids.extend_from_slice(&self.staged.ids[staged..][..step.new]);
+        generation.token_ids.extend_from_slice(&self.buffers.ids[start..][..step.new]);
         if let Some(logprobs) = &mut generation.logprobs {
-            logprobs.extend_from_slice(&self.staged.logprobs[staged..][..step.new]);
+            logprobs.extend_from_slice(&self.buffers.logprobs[start..][..step.new]);
         }
-        if let Some(label) = fields.weight_version.get() {
+        if let Some(label) = fields.meta.weight_version.get() {
             generation.extend_version(self.version.decode(data, label), kept);
         }
-        generation.prompt_tokens = fields.prompt_tokens.get().or(generation.prompt_tokens);
-        generation.cached_tokens = fields.cached_tokens.get().or(generation.cached_tokens);
-        if let (None, Some(id)) = (&self.id, fields.id.get()) {
+        self.buffers.prompt_ids.apply(data, &fields.prompt_token_ids, generation);
+        generation.prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
+        generation.cached_tokens = fields.meta.cached_tokens.get().or(generation.cached_tokens);
+        if let (None, Some(id)) = (&self.id, fields.meta.id.get()) {
             self.id = Some(decode(data, id));
         }
-        growing.meta[0].update(data, &self.staged.top_members);
-        growing.meta[1].update(data, &self.staged.meta_members);
+        for (meta, members) in builder.meta.iter_mut().zip(&self.buffers.members) {
+            meta.update(data, members);
+        }
     }
 
-    fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, growing: &mut Growing) {
-        let text = &mut growing.text;
+    fn apply_text(&self, data: &[u8], fields: &Fields, step: Step, builder: &mut GenerationBuilder) {
+        let text = &mut builder.text;
         let Some(raw) = fields.text.get() else {
             if step.new > 0 {
-                text.miss();
+                text.mark_missing();
             }
             return;
         };
-        let is_abort = fields.finish.get().is_some_and(|finish| finish.reason == Some(FinishReason::Abort));
-        let is_from_queue = is_abort && fields.prompt_tokens.get().is_none();
+        let is_abort = fields.meta.finish.get().is_some_and(|finish| finish.reason == Some(FinishReason::Abort));
+        let is_from_queue = is_abort && fields.meta.prompt_tokens.get().is_none();
         match step.shape {
-            Shape::Bare => {}
-            Shape::Glued => {
-                let glued = decode(data, raw);
-                let whole = behind_delta(&glued, text.plain()).to_owned();
+            Shape::Marker => {}
+            Shape::DeltaThenWhole => {
+                let sent = decode(data, raw);
+                let whole = after_delta(&sent, text.plain()).to_owned();
                 text.set(whole);
             }
             _ if self.mode == Mode::Cumulative => text.replace(raw.span.of(data)),
             _ if is_from_queue => {
-                let told = decode(data, raw);
+                let sent = decode(data, raw);
                 let kept = text.plain();
-                let whole = if told.starts_with(kept) { &told } else { behind_delta(&told, kept) };
+                let whole = if sent.starts_with(kept) { &sent } else { after_delta(&sent, kept) };
                 let whole = whole.to_owned();
                 text.set(whole);
             }
@@ -199,45 +195,45 @@ impl Sglang {
         }
     }
 
-    /// Fingerprint the lists that hold everything, to know them when they come again.
+    /// Remember complete lists by their fingerprints, to recognize them in the next event.
     fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<List>, step: Step) {
-        let staged = &mut self.staged;
+        let buffers = &mut self.buffers;
         let is_all = step.first + step.new == list.map_or(0, |list| list.len)
             && (step.shape == Shape::Whole
                 || (step.shape == Shape::Delta && self.mode == Mode::Unknown && step.new > 0));
         if self.mode == Mode::Incremental {
-            staged.pairs_prefix.clear();
-            staged.ids_prefix.clear();
+            buffers.pairs_prefix.clear();
+            buffers.ids_prefix.clear();
         } else if is_all {
-            if let Some(list) = fields.pairs.get() {
-                staged.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
+            if let Some(list) = fields.meta.pairs.get() {
+                buffers.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
             }
             match fields.output_ids.get() {
-                Some(list) => staged.ids_prefix.remember(data, list.start, list.end, list.len, list.known),
-                None => staged.ids_prefix.clear(),
+                Some(list) => buffers.ids_prefix.remember(data, list.start, list.end, list.len, list.known),
+                None => buffers.ids_prefix.clear(),
             }
         }
     }
 }
 
-/// A text of the form D + A + D, where A was kept: the A + D at its end, counted in characters.
-fn behind_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
-    let length = glued.chars().count();
+/// Of a text D + A + D, where A was kept: the A + D at its end, counted in characters.
+fn after_delta<'a>(text: &'a str, kept: &str) -> &'a str {
+    let length = text.chars().count();
     let whole = usize::midpoint(length, kept.chars().count());
     let skip = length.saturating_sub(whole);
-    glued.char_indices().nth(skip).map_or("", |(start, _)| &glued[start..])
+    text.char_indices().nth(skip).map_or("", |(start, _)| &text[start..])
 }
 
-/// A finish reason that is a failure of the engine.
-fn finish_fault(data: &[u8], finish: &Finish) -> Option<EngineFault> {
+/// A finish reason that reports an error of the engine.
+fn finish_error(data: &[u8], finish: &Finish) -> Option<EngineError> {
     if let Some(RawMatched::Text(raw)) = finish.matched
         && decode(data, raw) == "NaN happened"
     {
-        let message = "the engine sampled from NaN and put a stop token in place of the result".to_owned();
-        return Some(EngineFault { message, status: None });
+        let message = "the engine computed NaN logits and sampled a stop token instead".to_owned();
+        return Some(EngineError { message, status: None });
     }
     let status = finish.status.get().and_then(|status| u16::try_from(status).ok());
     let status = status.filter(|status| (400..600).contains(status) && finish.reason == Some(FinishReason::Abort))?;
     let message = finish.message.map_or_else(|| "the engine aborted the request".to_owned(), |raw| decode(data, raw));
-    Some(EngineFault { message, status: Some(status) })
+    Some(EngineError { message, status: Some(status) })
 }

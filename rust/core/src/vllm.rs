@@ -1,141 +1,117 @@
-//! One event of vLLM's `/inference/v1/generate`, or of its `/v1/completions`, -> the generation.
+//! Decodes the events of vLLM's `/inference/v1/generate` and `/v1/completions` and applies them to the generation.
 //!
-//! Each event holds what is new. The checks come in one order, whatever the order of the keys: the error object,
-//! `choices` and the finish reason, index, id and types, counts, ids beside logprobs, ids, logprobs, side data. Only
-//! when all have passed is anything changed.
+//! Each event holds only the new tokens. The order of the checks does not depend on the order of the keys: the error
+//! object, `choices` and the finish reason, index, id and types, counts, ids beside logprobs, ids, logprobs, side data.
+//! An event is applied only after all checks have passed.
 
+mod api;
+mod buffers;
 mod checks;
 mod fields;
 mod keys;
 mod logprobs;
 mod reader;
 mod side;
-mod staged;
 
-use crate::error::{ErrorKind, Flaw, Refusal};
-use crate::generation::{FinishReason, Growing, Matched};
-use crate::parser::Options;
-use crate::side::{Arrivals, SideData, Version};
+use crate::builder::GenerationBuilder;
+use crate::error::{ErrorKind, EventError, Rejection};
+use crate::generation::{FinishReason, Matched};
+use crate::options::Options;
+use crate::prompt_ids::PromptIds;
+use crate::side::{Progress, SideData, Version};
 use crate::text::{decode, name};
+pub(crate) use crate::vllm::api::Api;
+use crate::vllm::buffers::EventBuffers;
 use crate::vllm::fields::Fields;
 use crate::vllm::reader::read;
-use crate::vllm::staged::Staged;
 
-/// Which of vLLM's ways to ask for tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Api {
-    /// `/inference/v1/generate`.
-    Generate,
-    /// `/v1/completions` with `return_token_ids`.
-    Completions,
-}
-
-impl Api {
-    /// Where the request's id stands.
-    fn id_path(self) -> &'static str {
-        match self {
-            Self::Generate => "request_id",
-            Self::Completions => "id",
-        }
-    }
-
-    /// The list that holds a logprob for each token.
-    fn list_path(self) -> &'static str {
-        match self {
-            Self::Generate => "choices[0].logprobs.content",
-            Self::Completions => "choices[0].logprobs.token_logprobs",
-        }
-    }
-
-    fn logprob_path(self, index: usize) -> String {
-        let member = if self == Self::Generate { ".logprob" } else { "" };
-        format!("{}[{index}]{member}", self.list_path())
-    }
-}
-
-/// The state of one stream.
+/// The decoder of one stream.
 pub(crate) struct Vllm {
     api: Api,
     id: Option<String>,
     version: Version,
-    staged: Staged,
+    buffers: EventBuffers,
 }
 
 impl Vllm {
     pub(crate) fn new(api: Api, options: &Options) -> Self {
-        Self { api, id: None, version: Version::default(), staged: Staged::new(options.logprobs) }
+        Self { api, id: None, version: Version::default(), buffers: EventBuffers::new(options.logprobs) }
     }
 
-    pub(crate) fn held(&self) -> usize {
-        self.staged.held()
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffers.held_bytes()
     }
 
-    /// Fold one event; all or nothing. Its data is UTF-8.
-    pub(crate) fn event(
+    /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
+    pub(crate) fn decode(
         &mut self,
         data: &[u8],
         is_error: bool,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Refusal> {
-        let mut fields = Fields::EMPTY;
-        read(data, self.api, &mut self.staged, &mut fields)
-            .map_err(|(at, why)| Flaw::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
-        if is_error || fields.errors.tell_error(data, !fields.choices.is_absent()) {
-            return Err(fields.errors.fault(data).into());
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), Rejection> {
+        let mut fields = Fields::default();
+        read(data, self.api, &mut self.buffers, &mut fields)
+            .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
+        if is_error || fields.errors.is_error(data, !fields.choices.is_absent()) {
+            return Err(fields.errors.engine_error(data).into());
         }
         let reason = checks::finish(data, &fields)?;
-        self.fold(data, &fields, reason, options, growing)?;
+        self.check_and_apply(data, &fields, reason, options, builder)?;
         Ok(())
     }
 
-    /// Fold an event that comes after the terminal one: the usage tells whether all tokens have come, and of what
-    /// prompt. Whatever else comes is no part of the generation.
-    pub(crate) fn late_event(
+    /// Decode an event after the terminal one. Only the usage counts: it shows whether all tokens were received, and
+    /// the number of prompt tokens. All other events are ignored.
+    pub(crate) fn decode_late(
         &mut self,
         data: &[u8],
         is_error: bool,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Refusal> {
-        let mut fields = Fields::EMPTY;
-        let is_read = read(data, self.api, &mut self.staged, &mut fields).is_ok();
-        if is_read && !is_error && !fields.errors.tell_error(data, true) && fields.choices.get() == Some(0) {
-            self.fold(data, &fields, None, options, growing)?;
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), Rejection> {
+        let mut fields = Fields::default();
+        let is_read = read(data, self.api, &mut self.buffers, &mut fields).is_ok();
+        if is_read && !is_error && !fields.errors.is_error(data, true) && fields.choices.get() == Some(0) {
+            self.check_and_apply(data, &fields, None, options, builder)?;
         } else {
-            self.staged.layout.forget_values();
+            self.buffers.key_cache.forget_values();
         }
         Ok(())
     }
 
-    fn fold(
+    fn check_and_apply(
         &mut self,
         data: &[u8],
         fields: &Fields,
         reason: Option<FinishReason>,
         options: &Options,
-        growing: &mut Growing,
-    ) -> Result<(), Flaw> {
-        let (api, staged) = (self.api, &self.staged);
+        builder: &mut GenerationBuilder,
+    ) -> Result<(), EventError> {
+        let (api, buffers) = (self.api, &self.buffers);
         checks::identity(data, fields, api, self.id.as_deref())?;
         checks::types(data, fields, api)?;
         checks::presence(data, fields, options, api)?;
-        let (kept, new) = (growing.generation.token_ids.len(), staged.ids.len());
+        let (kept, new) = (builder.generation.token_ids.len(), buffers.ids.len());
         checks::counts(fields, kept, new, options, api)?;
-        checks::mismatch(data, fields, staged, api)?;
-        checks::ids(data, fields.choice.token_ids.get(), staged)?;
-        let clamped = checks::logprobs(data, fields, staged, options, api)?;
-        let arrivals = Arrivals { kept, new, is_last: reason.is_some() };
-        let side = side::read(data, fields, arrivals, options, &growing.generation)?;
+        let prompt_ids = fields.prompt_ids(api);
+        let prompt_tokens = (&fields.usage.prompt_tokens, checks::PROMPT);
+        PromptIds::check_length(prompt_ids, prompt_tokens, &builder.generation, options)?;
+        checks::mismatch(data, fields, buffers, api)?;
+        buffers.prompt_ids.check(data, prompt_ids, &builder.generation)?;
+        checks::ids(data, fields.choice.token_ids.get(), buffers)?;
+        let clamped = checks::logprobs(data, fields, buffers, options, api)?;
+        let progress = Progress { kept, new, is_last: reason.is_some() };
+        let side = side::read(data, fields, progress, options, &builder.generation)?;
         let text = fields.choice.text.get().map_or(0, |text| text.span.of(data).len());
-        if !growing.generation.reserve(new) || !growing.text.reserve(text, false) {
-            let message = format!("no memory for {new} more tokens and {text} bytes of text");
-            return Err(Flaw::new(ErrorKind::TooLarge, 0, "", message));
+        if !builder.generation.reserve(new) || !builder.text.reserve(text, false) {
+            let message = format!("out of memory for {new} more tokens and {text} bytes of text");
+            return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
 
         // Nothing below can fail.
-        self.apply(data, fields, side, growing);
-        let generation = &mut growing.generation;
+        self.apply(data, fields, side, builder);
+        let generation = &mut builder.generation;
         generation.clamped_logprobs += clamped;
         if reason.is_some() {
             generation.finish_reason = reason;
@@ -144,38 +120,39 @@ impl Vllm {
         Ok(())
     }
 
-    fn apply(&mut self, data: &[u8], fields: &Fields, side: SideData, growing: &mut Growing) {
-        let new = self.staged.ids.len();
+    fn apply(&mut self, data: &[u8], fields: &Fields, side: SideData, builder: &mut GenerationBuilder) {
+        let new = self.buffers.ids.len();
         match fields.choice.text.get() {
-            Some(raw) => growing.text.append(raw.span.of(data), raw.has_escapes),
-            None if new > 0 => growing.text.miss(),
+            Some(raw) => builder.text.append(raw.span.of(data), raw.has_escapes),
+            None if new > 0 => builder.text.mark_missing(),
             None => {}
         }
-        let generation = &mut growing.generation;
+        let generation = &mut builder.generation;
         let kept = generation.token_ids.len();
-        generation.token_ids.extend_from_slice(&self.staged.ids);
+        generation.token_ids.extend_from_slice(&self.buffers.ids);
         if let Some(logprobs) = &mut generation.logprobs {
-            logprobs.extend_from_slice(&self.staged.logprobs);
+            logprobs.extend_from_slice(&self.buffers.logprobs);
         }
         if let Some(label) = fields.weight_version() {
             generation.extend_version(self.version.decode(data, label), kept);
         }
+        self.buffers.prompt_ids.apply(data, fields.prompt_ids(self.api).0, generation);
         generation.prompt_tokens = fields.usage.prompt_tokens.get().or(generation.prompt_tokens);
         generation.cached_tokens = fields.usage.cached_tokens.get().or(generation.cached_tokens);
         if let (None, Some(id)) = (&self.id, fields.id.get()) {
             self.id = Some(decode(data, id));
         }
-        for (meta, members) in growing.meta.iter_mut().zip(&self.staged.members) {
+        for (meta, members) in builder.meta.iter_mut().zip(&self.buffers.members) {
             meta.update(data, members);
         }
-        side.apply(new, growing);
+        side.apply(new, builder);
     }
 }
 
-/// What a terminal event says that it stopped at.
+/// The stop token or stop string of the terminal event.
 fn matched(data: &[u8], fields: &Fields) -> Option<Matched> {
-    let told = fields.choice.matched.map(|matched| matched.decode(data));
-    // A generation that ran in circles has stopped at nothing but that.
+    let reported = fields.choice.matched.map(|matched| matched.decode(data));
+    // vLLM's repetition detection ended it: there is no stop token or string.
     let is_repetition = fields.choice.finish.get().is_some_and(|raw| *name(data, raw) == *b"repetition");
-    told.or_else(|| is_repetition.then(|| Matched::Text("repetition".to_owned())))
+    reported.or_else(|| is_repetition.then(|| Matched::Text("repetition".to_owned())))
 }

@@ -1,4 +1,4 @@
-//! Any bytes, any dialect, any options: an answer or a typed error, never a panic; and the error stays.
+//! Any bytes, any dialect, any options give a generation or a typed error, never a panic. An error is permanent.
 //! The options come from the last bytes, so that a recorded stream is a good seed.
 #![no_main]
 
@@ -33,6 +33,10 @@ fuzz_target!(|input: &[u8]| {
         assert_eq!(top_p.offsets.len(), count + 1, "aligned");
         assert!(top_p.offsets[0] == 0 && top_p.offsets.is_sorted());
         assert_eq!(top_p.offsets[count] as usize, top_p.ids.len());
+    }
+    if let Some(ids) = &generation.prompt_token_ids {
+        assert!(ids.iter().all(|&id| id >= 0), "token ids");
+        assert!(options.prompt_len.is_none_or(|sent| sent == ids.len() as u64), "as many as were sent");
     }
     for span in &generation.version_spans {
         assert!(span.start < span.end && span.end <= count, "spans lie within the tokens");

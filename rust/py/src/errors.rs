@@ -1,4 +1,4 @@
-//! The one place where errors of the core become Python's, which are defined in `streamfold.errors`.
+//! Converts errors of the core to the Python exceptions of `streamfold.errors`.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -11,10 +11,10 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     build(py, error).unwrap_or_else(|failure| failure)
 }
 
-/// A panic in the core: our own fault, and the end of one sample, not of the trainer.
+/// The exception for a panic in the core: a bug, which ends one sample but not the trainer.
 pub(crate) fn raise_bug(py: Python<'_>) -> PyErr {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    let message = "the parser failed on this stream, which is a bug of streamfold: please report it with the stream \
+    let message = "the parser failed on this stream. This is a bug in streamfold: please report it with the stream \
                    (`streamfold record` saves one)";
     let exception = CLASS.import(py, MODULE, "StreamfoldError").and_then(|class| class.call1((message,)));
     exception.map_or_else(|failure| failure, PyErr::from_value)
@@ -32,9 +32,9 @@ fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             attributes.set_item("path", &*error.path)?;
             (DECODE.import(py, MODULE, "DecodeError")?, error.to_string())
         }
-        Error::Engine(fault) => {
-            attributes.set_item("status", fault.status)?;
-            (ENGINE.import(py, MODULE, "EngineError")?, fault.message.clone())
+        Error::Engine(error) => {
+            attributes.set_item("status", error.status)?;
+            (ENGINE.import(py, MODULE, "EngineError")?, error.message.clone())
         }
         Error::Truncated { .. } => (TRUNCATED.import(py, MODULE, "StreamTruncated")?, error.to_string()),
     };

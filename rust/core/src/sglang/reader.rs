@@ -1,38 +1,39 @@
-//! Reads one SGLang event into its fields.
+//! Parses one SGLang event into its fields.
 
 use crate::arrays::{NO_TOKEN, next_token, next_tokens};
 use crate::field::{Field, List, Value};
 use crate::generation::FinishReason;
-use crate::json::{Cursor, NotJson, Peek, Result, Span};
-use crate::meta::Member;
-use crate::sglang::fields::{Fields, Finish};
-use crate::sglang::keys::{Key, Level};
-use crate::sglang::staged::Staged;
+use crate::json::{Cursor, NotJson, Peek, Result};
+use crate::key_cache::{LevelKey, Use};
+use crate::meta::{Member, Members};
+use crate::sglang::buffers::{EventBuffers, Level};
+use crate::sglang::fields::{Fields, Finish, MetaFields};
+use crate::sglang::keys::{EventKey, Key, MetaKey};
+use crate::span::Span;
 use crate::text::name;
 
-/// Read one event, to its last byte; or where it is not JSON, and why.
+/// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
+/// why.
 pub(super) fn read(
     data: &[u8],
-    staged: &mut Staged,
+    buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    *fields = Fields::EMPTY;
-    let mut reader = Reader { data, cursor: Cursor::new(data), staged, fields };
+    let mut reader = Reader { data, cursor: Cursor::new(data), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
 struct Reader<'a> {
     data: &'a [u8],
     cursor: Cursor<'a>,
-    staged: &'a mut Staged,
+    buffers: &'a mut EventBuffers,
     fields: &'a mut Fields,
 }
 
 impl Reader<'_> {
     fn read(&mut self) -> Result<()> {
-        self.staged.top_members.clear();
-        self.staged.meta_members.clear();
-        self.staged.layout.restart();
+        self.buffers.members.iter_mut().for_each(Members::clear);
+        self.buffers.key_cache.start_event();
         if self.cursor.peek()? == Peek::Object {
             self.fields.is_object = true;
             self.event()?;
@@ -40,190 +41,191 @@ impl Reader<'_> {
             self.cursor.skip_value(0)?;
         }
         self.cursor.finish()?;
-        self.staged.top_members.settle(self.data);
-        self.staged.meta_members.settle(self.data);
+        self.buffers.members.iter_mut().for_each(|members| members.finish(self.data));
         Ok(())
     }
 
     fn event(&mut self) -> Result<()> {
         let mut is_first = true;
-        loop {
-            let key = self.next_key(Level::Top, is_first)?;
+        while let Some(key) = self.next_key::<EventKey>(is_first)? {
             is_first = false;
+            if key.usage().repeats() && self.next_same_value() {
+                continue;
+            }
             let from = self.cursor.at;
+            let Self { cursor, fields, .. } = self;
             match key {
-                Key::End => return Ok(()),
-                Key::Text => self.fields.text = self.cursor.next_string_field(1)?,
-                Key::OutputIds => self.fields.output_ids = self.output_ids()?,
-                Key::MetaInfo => self.meta_info()?,
-                other => {
-                    let (key, place) = (self.staged.layout.name(from), self.staged.layout.last());
-                    match other {
-                        Key::Index => self.fields.index = self.cursor.next_count(1)?,
-                        Key::Error => self.fields.errors.error = self.cursor.next_any(1)?,
-                        Key::Object => self.fields.errors.object = self.cursor.next_string_field(1)?,
-                        Key::Message => self.fields.errors.message = self.cursor.next_any(1)?,
-                        Key::Detail => self.fields.errors.detail = self.cursor.next_any(1)?,
-                        Key::Code => self.fields.errors.code = self.cursor.next_any(1)?,
-                        _ => {
-                            self.cursor.skip_value(1)?;
-                        }
-                    }
-                    let value = self.cursor.value_since(from);
-                    let member = Member { key, value };
-                    self.staged.top_members.push(self.data, member, || self.staged.layout.is_twin(place));
+                EventKey::Text => fields.text = cursor.next_string_field(1)?,
+                EventKey::OutputIds => fields.output_ids = next_output_ids(cursor, self.data, self.buffers)?,
+                EventKey::MetaInfo => self.meta_info()?,
+                EventKey::PromptTokenIds => fields.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 1)?,
+                EventKey::Index => fields.index = cursor.next_count(1)?,
+                EventKey::Error => fields.errors.error = cursor.next_any(1)?,
+                EventKey::Object => fields.errors.object = cursor.next_string_field(1)?,
+                EventKey::Message => fields.errors.message = cursor.next_any(1)?,
+                EventKey::Detail => fields.errors.detail = cursor.next_any(1)?,
+                EventKey::Code => fields.errors.code = cursor.next_any(1)?,
+                EventKey::Other => {
+                    cursor.skip_value(1)?;
                 }
             }
+            self.keep(Level::Event, key.usage(), from);
         }
+        Ok(())
     }
 
     fn meta_info(&mut self) -> Result<()> {
         if !self.fields.meta_info.is_absent() {
-            self.fields.clear_meta();
-            self.staged.meta_members.clear();
-            self.staged.layout.forget_values();
+            // The key comes twice, and the last one counts.
+            self.fields.meta = MetaFields::default();
+            self.buffers.members[Level::Meta as usize].clear();
+            self.buffers.key_cache.forget_values();
         }
         self.fields.meta_info = self.cursor.look_for_object(1)?;
         if self.fields.meta_info.get().is_none() {
             return Ok(());
         }
         let mut is_first = true;
-        loop {
-            let key = self.next_key(Level::MetaInfo, is_first)?;
+        while let Some(key) = self.next_key::<MetaKey>(is_first)? {
             is_first = false;
+            let usage = match key {
+                // Logprobs were not requested: the key is treated like an unknown one.
+                MetaKey::Pairs if !self.buffers.has_pairs => Use::Meta,
+                key => key.usage(),
+            };
             let from = self.cursor.at;
-            match key {
-                Key::End => return Ok(()),
-                Key::Pairs if self.staged.has_pairs => self.fields.pairs = self.pairs()?,
-                Key::PromptTokens => self.fields.prompt_tokens = self.cursor.next_count(2)?,
-                Key::RoutedExperts => self.fields.routed_experts = self.cursor.next_string_field(2)?,
-                Key::TopPIds => self.fields.top_p_ids = self.cursor.next_any(2)?,
-                Key::TopPOffsets => self.fields.top_p_offsets = self.cursor.next_any(2)?,
-                Key::TopPKeptIds => self.fields.top_p_kept_ids = self.cursor.next_any(2)?,
-                Key::TopPKeptOffsets => self.fields.top_p_kept_offsets = self.cursor.next_any(2)?,
-                // What these said in the last event has been checked and applied, and it is still said.
-                Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens if self.next_same_value() => {}
-                Key::WeightVersion if self.next_same_value() => {
-                    self.fields.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
+            if usage.repeats() && self.next_same_value() {
+                // The value was checked and applied with the last event. A version also applies to the new tokens.
+                if key == MetaKey::WeightVersion {
+                    self.fields.meta.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
                 }
-                other => {
-                    let (key, place) = (self.staged.layout.name(from), self.staged.layout.last());
-                    match other {
-                        Key::Id => self.fields.id = self.cursor.next_string_field(2)?,
-                        Key::FinishReason => self.fields.finish = self.finish()?,
-                        Key::CachedTokens => self.fields.cached_tokens = self.cursor.next_count(2)?,
-                        Key::CompletionTokens => self.fields.completion_tokens = self.cursor.next_count(2)?,
-                        Key::Length => self.fields.length = self.cursor.next_count(2)?,
-                        Key::WeightVersion => self.fields.weight_version = self.cursor.next_label(2)?,
-                        Key::WeightVersions => self.fields.weight_versions = self.cursor.next_any(2)?,
-                        Key::RoutedExpertsDtype => {
-                            self.fields.routed_experts_dtype = self.cursor.next_string_field(2)?;
-                        }
-                        Key::SamplingMask => self.fields.sampling_mask = self.cursor.next_any(2)?,
-                        _ => {
-                            self.cursor.skip_value(2)?;
-                        }
-                    }
-                    let value = self.cursor.value_since(from);
-                    let is_label = other != Key::WeightVersion || self.fields.weight_version.get().is_some();
-                    let kept = if is_label { value.of(self.data) } else { &[] };
-                    if matches!(
-                        other,
-                        Key::Other | Key::Id | Key::FinishReason | Key::CachedTokens | Key::WeightVersion
-                    ) {
-                        self.staged.layout.keep_value(place, kept);
-                    }
-                    if other != Key::CachedTokens {
-                        let member = Member { key, value };
-                        self.staged.meta_members.push(self.data, member, || self.staged.layout.is_twin(place));
-                    }
+                continue;
+            }
+            let Self { cursor, fields: Fields { meta, .. }, .. } = self;
+            match key {
+                MetaKey::Id => meta.id = cursor.next_string_field(2)?,
+                MetaKey::FinishReason => meta.finish = next_finish(cursor, self.data)?,
+                MetaKey::PromptTokens => meta.prompt_tokens = cursor.next_count(2)?,
+                MetaKey::CompletionTokens => meta.completion_tokens = cursor.next_count(2)?,
+                MetaKey::CachedTokens => meta.cached_tokens = cursor.next_count(2)?,
+                MetaKey::Pairs if self.buffers.has_pairs => meta.pairs = next_pairs(cursor, self.data, self.buffers)?,
+                MetaKey::Length => meta.length = cursor.next_count(2)?,
+                MetaKey::WeightVersion => meta.weight_version = cursor.next_label(2)?,
+                MetaKey::WeightVersions => meta.weight_versions = cursor.next_any(2)?,
+                MetaKey::RoutedExperts => meta.routed_experts = cursor.next_string_field(2)?,
+                MetaKey::RoutedExpertsDtype => meta.routed_experts_dtype = cursor.next_string_field(2)?,
+                MetaKey::TopPIds => meta.top_p_ids = cursor.next_any(2)?,
+                MetaKey::TopPOffsets => meta.top_p_offsets = cursor.next_any(2)?,
+                MetaKey::TopPKeptIds => meta.top_p_kept_ids = cursor.next_any(2)?,
+                MetaKey::TopPKeptOffsets => meta.top_p_kept_offsets = cursor.next_any(2)?,
+                MetaKey::SamplingMask => meta.sampling_mask = cursor.next_any(2)?,
+                MetaKey::Pairs | MetaKey::Other => {
+                    cursor.skip_value(2)?;
                 }
             }
+            self.keep(Level::Meta, usage, from);
         }
+        Ok(())
     }
 
     #[inline]
     fn next_same_value(&mut self) -> bool {
-        self.staged.layout.next_same_value(&mut self.cursor, self.data)
+        self.buffers.key_cache.next_same_value(&mut self.cursor, self.data)
     }
 
     #[inline]
-    fn next_key(&mut self, level: Level, is_first: bool) -> Result<Key> {
-        self.staged.layout.next_key(&mut self.cursor, self.data, level, is_first)
+    fn next_key<L: LevelKey<Key = Key>>(&mut self, is_first: bool) -> Result<Option<L>> {
+        self.buffers.key_cache.next_key(&mut self.cursor, self.data, is_first)
     }
 
-    fn finish(&mut self) -> Result<Field<Finish>> {
-        let data = self.data;
-        self.cursor.next_field(2, Peek::Object, |cursor| {
-            let mut finish = Finish { reason: None, matched: None, status: Field::ABSENT, message: None };
-            let mut key = cursor.next_object()?;
-            while let Some(raw) = key {
-                match &*name(data, raw) {
-                    b"type" => finish.reason = finish_type(cursor, data)?,
-                    b"matched" => finish.matched = cursor.next_matched(3)?,
-                    b"status_code" => finish.status = cursor.next_integer(3)?,
-                    b"message" => finish.message = cursor.next_string_field(3)?.get(),
-                    _ => {
-                        cursor.skip_value(3)?;
-                    }
+    /// Keep the value just taken, which begins at `from`: for `Generation.meta`, and to skip it if it is repeated.
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "called for each key; a call costs 2 % of an incremental stream")]
+    fn keep(&mut self, level: Level, usage: Use, from: usize) {
+        if usage == Use::Field {
+            return;
+        }
+        let Self { cursor, data, buffers, .. } = self;
+        let EventBuffers { key_cache, members, .. } = &mut **buffers;
+        let value = cursor.value_since(from);
+        if usage.repeats() {
+            key_cache.keep_value(value.of(data));
+        }
+        if usage.is_meta() {
+            let member = Member { key: key_cache.name(from), value };
+            members[level as usize].push(data, member, || key_cache.may_be_duplicate());
+        }
+    }
+}
+
+fn next_finish(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Field<Finish>> {
+    cursor.next_field(2, Peek::Object, |cursor| {
+        let mut finish = Finish { reason: None, matched: None, status: Field::ABSENT, message: None };
+        let mut key = cursor.next_object()?;
+        while let Some(raw) = key {
+            match &*name(data, raw) {
+                b"type" => finish.reason = finish_type(cursor, data)?,
+                b"matched" => finish.matched = cursor.next_matched(3)?,
+                b"status_code" => finish.status = cursor.next_integer(3)?,
+                b"message" => finish.message = cursor.next_string_field(3)?.get(),
+                _ => {
+                    cursor.skip_value(3)?;
                 }
-                key = cursor.next_member()?;
             }
-            Ok(Value::Is(finish))
-        })
-    }
+            key = cursor.next_member()?;
+        }
+        Ok(Value::Is(finish))
+    })
+}
 
-    fn output_ids(&mut self) -> Result<Field<List>> {
-        let Self { data, cursor, staged, .. } = self;
-        let ids = if staged.has_pairs { &mut staged.output_ids } else { &mut staged.ids };
-        cursor.next_list(1, |cursor, list| {
-            ids.clear();
-            if list.len == 0 {
+fn next_output_ids(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Field<List>> {
+    let ids = if buffers.has_pairs { &mut buffers.output_ids } else { &mut buffers.ids };
+    cursor.next_list(1, |cursor, list| {
+        ids.clear();
+        if list.len == 0 {
+            return Ok(());
+        }
+        if let Some((known, end)) = buffers.ids_prefix.matches(data, list.start) {
+            (list.known, list.end) = (known, end);
+            cursor.at = end;
+            if !cursor.next_element()? {
+                list.len = known;
                 return Ok(());
             }
-            if let Some((known, end)) = staged.ids_prefix.matches(data, list.start) {
-                (list.known, list.end) = (known, end);
-                cursor.at = end;
-                if !cursor.next_element()? {
-                    list.len = known;
-                    return Ok(());
-                }
-            }
-            list.end = next_tokens(cursor, 2, ids)?;
-            list.len = list.known + ids.len();
-            Ok(())
-        })
-    }
+        }
+        list.end = next_tokens(cursor, 2, ids)?;
+        list.len = list.known + ids.len();
+        Ok(())
+    })
+}
 
-    fn pairs(&mut self) -> Result<Field<List>> {
-        let Self { data, cursor, staged, .. } = self;
-        cursor.next_list(2, |cursor, list| {
-            staged.ids.clear();
-            staged.logprobs.clear();
-            if list.len == 0 {
+fn next_pairs(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Field<List>> {
+    cursor.next_list(2, |cursor, list| {
+        buffers.ids.clear();
+        buffers.logprobs.clear();
+        if list.len == 0 {
+            return Ok(());
+        }
+        if let Some((known, end)) = buffers.pairs_prefix.matches(data, list.start) {
+            (list.known, list.end) = (known, end);
+            cursor.at = end;
+            if !cursor.next_element()? {
+                list.len = known;
                 return Ok(());
             }
-            if let Some((known, end)) = staged.pairs_prefix.matches(data, list.start) {
-                (list.known, list.end) = (known, end);
-                cursor.at = end;
-                if !cursor.next_element()? {
-                    list.len = known;
-                    return Ok(());
-                }
+        }
+        loop {
+            if let Some(at) = pair(cursor, data, buffers)? {
+                list.malformed = list.malformed.or(Some((list.known + buffers.ids.len() - 1, at)));
             }
-            loop {
-                if let Some(at) = pair(cursor, data, staged)? {
-                    list.misshapen = list.misshapen.or(Some((list.known + staged.ids.len() - 1, at)));
-                }
-                list.end = cursor.at;
-                if !cursor.next_element()? {
-                    break;
-                }
+            list.end = cursor.at;
+            if !cursor.next_element()? {
+                break;
             }
-            list.len = list.known + staged.ids.len();
-            Ok(())
-        })
-    }
+        }
+        list.len = list.known + buffers.ids.len();
+        Ok(())
+    })
 }
 
 fn finish_type(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Option<FinishReason>> {
@@ -236,29 +238,29 @@ fn finish_type(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Option<FinishReas
     })
 }
 
-/// Stage one `[logprob, id, …]`; its place, if it is nothing of the kind.
+/// Take one `[logprob, id, …]` into the buffers. Returns its offset, if it has another shape.
 #[inline]
-fn pair(cursor: &mut Cursor<'_>, data: &[u8], staged: &mut Staged) -> Result<Option<usize>> {
+fn pair(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Option<usize>> {
     if let Some((logprob, id)) = cursor.next_plain_pair() {
-        staged.ids.push(i32::try_from(id).unwrap_or(NO_TOKEN));
-        staged.logprobs.push(logprob);
+        buffers.ids.push(i32::try_from(id).unwrap_or(NO_TOKEN));
+        buffers.logprobs.push(logprob);
         return Ok(None);
     }
     let mut logprob = f64::NAN;
     let mut id = NO_TOKEN;
-    let mut misshapen = None;
+    let mut malformed = None;
     let is_array = cursor.peek()? == Peek::Array;
     let at = cursor.at;
     if !is_array {
         cursor.skip_value(3)?;
-        misshapen = Some(at);
+        malformed = Some(at);
     } else if !cursor.next_array() {
-        misshapen = Some(at);
+        malformed = Some(at);
     } else {
         match cursor.peek()? {
             Peek::Number => logprob = cursor.next_number()?.as_f64(data),
             Peek::Null => cursor.skip_word(Peek::Null)?,
-            _ => misshapen = Some(cursor.skip_value(4)?.start()),
+            _ => malformed = Some(cursor.skip_value(4)?.start()),
         }
         if cursor.next_element()? {
             id = next_token(cursor, 4)?;
@@ -266,10 +268,10 @@ fn pair(cursor: &mut Cursor<'_>, data: &[u8], staged: &mut Staged) -> Result<Opt
                 cursor.skip_value(4)?;
             }
         } else {
-            misshapen = misshapen.or(Some(at));
+            malformed = malformed.or(Some(at));
         }
     }
-    staged.ids.push(id);
-    staged.logprobs.push(logprob);
-    Ok(misshapen)
+    buffers.ids.push(id);
+    buffers.logprobs.push(logprob);
+    Ok(malformed)
 }

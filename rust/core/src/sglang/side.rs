@@ -1,38 +1,39 @@
-//! What rides beside the tokens of an SGLang event.
+//! Side data of an SGLang event.
 
-use crate::arrays::{base64_array, base64_length, damaged, int32_array};
-use crate::error::Flaw;
+use crate::arrays::{base64_array, base64_length, int32_array, metadata_error};
+use crate::error::EventError;
 use crate::field::Value;
 use crate::generation::{Generation, RoutedExperts, TopP};
-use crate::json::{RawStr, Span};
-use crate::parser::{Dtype, Options};
+use crate::options::{Dtype, Options};
 use crate::sglang::fields::Fields;
-use crate::side::{Arrivals, ExpertShape, Masks, SideData, check_range, sampling_mask, versions};
+use crate::sglang::keys::MetaKey;
+use crate::side::{ExpertShape, Masks, Progress, SideData, check_range, sampling_mask, versions};
+use crate::span::{RawStr, Span};
 use crate::text::decode;
 
-const EXPERTS: &str = "meta_info.routed_experts";
-const DTYPE: &str = "meta_info.routed_experts_dtype";
-const TOP_P_IDS: &str = "meta_info.top_p_token_ids";
-const TOP_P_OFFSETS: &str = "meta_info.top_p_token_offsets";
-const MASK: &str = "meta_info.output_token_sampling_mask";
-const VERSIONS: &str = "meta_info.weight_versions";
+const EXPERTS: &str = MetaKey::RoutedExperts.path();
+const DTYPE: &str = MetaKey::RoutedExpertsDtype.path();
+const TOP_P_IDS: &str = MetaKey::TopPIds.path();
+const TOP_P_OFFSETS: &str = MetaKey::TopPOffsets.path();
+const MASK: &str = MetaKey::SamplingMask.path();
+const VERSIONS: &str = MetaKey::WeightVersions.path();
 
-/// Read the side data of an event whose list has `len` elements, and check it.
+/// Parse and check the side data of an event whose list has `len` elements.
 pub(super) fn read(
     data: &[u8],
     fields: &Fields,
-    arrivals: Arrivals,
+    progress: Progress,
     len: usize,
     options: &Options,
     generation: &Generation,
-) -> Result<SideData, Flaw> {
-    let experts = match fields.routed_experts.get() {
-        Some(text) => Some(experts(data, text, fields, arrivals, options, generation)?),
+) -> Result<SideData, EventError> {
+    let experts = match fields.meta.routed_experts.get() {
+        Some(text) => Some(experts(data, text, fields, progress, options, generation)?),
         None => None,
     };
-    let masks = masks(data, fields, arrivals, len)?;
-    let versions = match fields.weight_versions.get() {
-        Some(value) if arrivals.is_last => Some(versions(data, value, arrivals.total(), VERSIONS)?),
+    let masks = masks(data, fields, progress, len)?;
+    let versions = match fields.meta.weight_versions.get() {
+        Some(value) if progress.is_last => Some(versions(data, value, progress.total(), VERSIONS)?),
         _ => None,
     };
     Ok(SideData { experts, masks, versions })
@@ -42,16 +43,16 @@ fn experts(
     data: &[u8],
     text: RawStr,
     fields: &Fields,
-    arrivals: Arrivals,
+    progress: Progress,
     options: &Options,
     generation: &Generation,
-) -> Result<(RoutedExperts, Option<usize>), Flaw> {
-    let at = fields.routed_experts.at();
-    let told = fields.prompt_tokens.get().or(generation.prompt_tokens);
-    let shape = ExpertShape::of(options, told, arrivals.total(), at, EXPERTS)?;
-    let dtype = match fields.routed_experts_dtype.value {
+) -> Result<(RoutedExperts, Option<usize>), EventError> {
+    let at = fields.meta.routed_experts.at();
+    let prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
+    let shape = ExpertShape::of(options, prompt_tokens, progress.total(), at, EXPERTS)?;
+    let dtype = match fields.meta.routed_experts_dtype.value {
         Value::Absent | Value::Null => {
-            // Older engines do not know the key by which another dtype is asked for, and routers drop it.
+            // Older engines do not know the key that requests another dtype, and routers drop it: they send int32.
             let is_int32 = shape.as_ref().is_some_and(|shape| {
                 let size = shape.numbers.checked_mul(size_of::<i32>()).filter(|&size| size > 0);
                 size.is_some() && base64_length(data, text) == size
@@ -60,10 +61,13 @@ fn experts(
         }
         Value::Is(raw) => {
             let name = decode(data, raw);
-            Dtype::from_name(&name)
-                .ok_or_else(|| damaged(raw.span.start(), DTYPE, format!("{name:?} is none of int32, uint8, uint16")))?
+            Dtype::from_name(&name).ok_or_else(|| {
+                metadata_error(raw.span.start(), DTYPE, format!("expected int32, uint8 or uint16, not {name:?}"))
+            })?
         }
-        Value::Wrong => return Err(damaged(fields.routed_experts_dtype.at(), DTYPE, "a string was expected")),
+        Value::Wrong => {
+            return Err(metadata_error(fields.meta.routed_experts_dtype.at(), DTYPE, "expected a string"));
+        }
     };
     let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
     let ids = match dtype {
@@ -77,24 +81,24 @@ fn experts(
     Ok((ids, shape.map(|shape| shape.rows)))
 }
 
-fn masks(data: &[u8], fields: &Fields, arrivals: Arrivals, len: usize) -> Result<Masks, Flaw> {
-    let ids = fields.top_p_ids.get().or(fields.top_p_kept_ids.get());
-    let offsets = fields.top_p_offsets.get().or(fields.top_p_kept_offsets.get());
+fn masks(data: &[u8], fields: &Fields, progress: Progress, len: usize) -> Result<Masks, EventError> {
+    let ids = fields.meta.top_p_ids.get().or(fields.meta.top_p_kept_ids.get());
+    let offsets = fields.meta.top_p_offsets.get().or(fields.meta.top_p_kept_offsets.get());
     match (ids, offsets) {
-        (Some(ids), Some(offsets)) => top_p(data, ids, offsets, arrivals),
-        (Some(ids), None) => Err(damaged(ids.start(), TOP_P_OFFSETS, "missing beside top_p_token_ids")),
-        (None, Some(offsets)) => Err(damaged(offsets.start(), TOP_P_IDS, "missing beside top_p_token_offsets")),
-        (None, None) => match fields.sampling_mask.get() {
+        (Some(ids), Some(offsets)) => top_p(data, ids, offsets, progress),
+        (Some(ids), None) => Err(metadata_error(ids.start(), TOP_P_OFFSETS, "missing beside top_p_token_ids")),
+        (None, Some(offsets)) => Err(metadata_error(offsets.start(), TOP_P_IDS, "missing beside top_p_token_offsets")),
+        (None, None) => match fields.meta.sampling_mask.get() {
             Some(value) => {
-                let masks = unglued(sampling_mask(data, value, MASK)?, arrivals, len, value)?;
-                fit(masks, arrivals, value.start(), MASK)
+                let masks = without_repeated_delta(sampling_mask(data, value, MASK)?, progress, len, value)?;
+                fit(masks, progress, value.start(), MASK)
             }
             None => Ok(Masks::None),
         },
     }
 }
 
-fn top_p(data: &[u8], ids: Span, offsets: Span, arrivals: Arrivals) -> Result<Masks, Flaw> {
+fn top_p(data: &[u8], ids: Span, offsets: Span, progress: Progress) -> Result<Masks, EventError> {
     let at = offsets.start();
     let ids = int32_array(data, ids, TOP_P_IDS)?;
     let offsets = int32_array(data, offsets, TOP_P_OFFSETS)?;
@@ -102,32 +106,37 @@ fn top_p(data: &[u8], ids: Span, offsets: Span, arrivals: Arrivals) -> Result<Ma
         && offsets.is_sorted()
         && offsets.last().and_then(|&last| usize::try_from(last).ok()) == Some(ids.len());
     if !is_sound {
-        let message = format!("offsets must start at 0, never fall, and end at {}, the number of ids", ids.len());
-        return Err(damaged(at, TOP_P_OFFSETS, message));
+        let message = format!("offsets must start at 0, never decrease, and end at {}, the number of ids", ids.len());
+        return Err(metadata_error(at, TOP_P_OFFSETS, message));
     }
-    fit(TopP { ids, offsets }, arrivals, at, TOP_P_OFFSETS)
+    fit(TopP { ids, offsets }, progress, at, TOP_P_OFFSETS)
 }
 
-fn fit(masks: TopP, arrivals: Arrivals, at: usize, path: &'static str) -> Result<Masks, Flaw> {
+fn fit(masks: TopP, progress: Progress, at: usize, path: &'static str) -> Result<Masks, EventError> {
     let tokens = masks.offsets.len() - 1;
-    if tokens == arrivals.total() {
+    if tokens == progress.total() {
         Ok(Masks::Replace(masks))
-    } else if tokens == arrivals.new {
+    } else if tokens == progress.new {
         Ok(Masks::Append(masks))
     } else {
-        let message = format!("for {tokens} tokens, but the event brings {} of {}", arrivals.new, arrivals.total());
-        Err(damaged(at, path, message))
+        let message =
+            format!("masks for {tokens} tokens, but the event has {} new tokens of {}", progress.new, progress.total());
+        Err(metadata_error(at, path, message))
     }
 }
 
-/// Masks that are glued like the list of pairs, less their beginning.
-fn unglued(mut masks: TopP, arrivals: Arrivals, len: usize, value: Span) -> Result<TopP, Flaw> {
+/// Masks without the delta before the whole list, if they have one as the list of pairs does.
+fn without_repeated_delta(mut masks: TopP, progress: Progress, len: usize, value: Span) -> Result<TopP, EventError> {
     let tokens = masks.offsets.len() - 1;
-    if tokens == len && tokens == arrivals.total() + arrivals.new {
-        // The last of it is the whole, and its end the delta again.
-        let skip = arrivals.new;
+    if tokens == len && tokens == progress.total() + progress.new {
+        // The whole list is at the end, and it ends with the delta again.
+        let skip = progress.new;
         if (0..skip).any(|index| masks.of(index) != masks.of(tokens - skip + index)) {
-            return Err(damaged(value.start(), MASK, format!("the first {skip} lists are not the last {skip} again")));
+            return Err(metadata_error(
+                value.start(),
+                MASK,
+                format!("the first {skip} lists differ from the last {skip}, which they should repeat"),
+            ));
         }
         let first = masks.offsets[skip];
         masks.offsets.drain(..skip);

@@ -1,47 +1,49 @@
-//! What is checked of one event, in the order in which it counts.
+//! Checks of a vLLM event, in their order.
 
 use crate::arrays::element_at;
 use crate::checks::{self, excerpt};
-use crate::error::{ErrorKind, Flaw};
-use crate::field::{Field, List};
+use crate::error::{ErrorKind, EventError};
+use crate::field::List;
 use crate::generation::FinishReason;
 use crate::json::Cursor;
-use crate::parser::Options;
+use crate::options::Options;
 use crate::text::{decode, name};
-use crate::vllm::Api;
-use crate::vllm::fields::Fields;
-use crate::vllm::staged::Staged;
+use crate::vllm::api::Api;
+use crate::vllm::buffers::EventBuffers;
+use crate::vllm::fields::{Choice, Fields, Usage};
+use crate::vllm::keys::{ChoiceKey, EventKey, UsageKey};
 
 pub(super) const CHOICE: &str = "choices[0]";
-const IDS: &str = "choices[0].token_ids";
-const FINISH: &str = "choices[0].finish_reason";
-const COMPLETION: &str = "usage.completion_tokens";
-const PROMPT: &str = "usage.prompt_tokens";
+const IDS: &str = ChoiceKey::TokenIds.path();
+const FINISH: &str = ChoiceKey::FinishReason.path();
+const TOKENS: &str = "choices[0].logprobs.tokens";
+const COMPLETION: &str = UsageKey::CompletionTokens.path();
+pub(super) const PROMPT: &str = UsageKey::PromptTokens.path();
 
-fn schema(at: usize, path: &'static str, message: impl Into<std::borrow::Cow<'static, str>>) -> Flaw {
-    Flaw::new(ErrorKind::Schema, at, path, message)
+fn schema(at: usize, path: &'static str, message: impl Into<std::borrow::Cow<'static, str>>) -> EventError {
+    EventError::new(ErrorKind::Schema, at, path, message)
 }
 
 /// `choices` and the finish reason.
-pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason>, Flaw> {
+pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason>, EventError> {
     if !fields.is_object {
         return Err(schema(0, "", "an event must be a JSON object"));
     }
     let choices = &fields.choices;
     match choices.get() {
-        None => return Err(schema(choices.at(), "choices", "a list was expected")),
+        None => return Err(schema(choices.at(), EventKey::Choices.path(), "expected a list")),
         Some(0) => return Ok(None),
         Some(1) => {}
         Some(count) => {
-            let message = format!("{count} choices in one event, but one stream is one generation; ask for n = 1");
-            return Err(schema(choices.at(), "choices", message));
+            let message = format!("{count} choices in one event, but a parser reads one generation; request n = 1");
+            return Err(schema(choices.at(), EventKey::Choices.path(), message));
         }
     }
     let choice = &fields.choice;
     if choice.object.get().is_none() {
-        return Err(schema(choice.object.at(), CHOICE, "an object was expected"));
+        return Err(schema(choice.object.at(), CHOICE, "expected an object"));
     }
-    let expected = "null, \"stop\", \"length\", \"abort\", \"cancelled\" or \"repetition\" was expected";
+    let expected = "expected null, \"stop\", \"length\", \"abort\", \"cancelled\" or \"repetition\"";
     if choice.finish.is_wrong() {
         return Err(schema(choice.finish.at(), FINISH, expected));
     }
@@ -50,124 +52,143 @@ pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason
         b"stop" | b"repetition" => Ok(Some(FinishReason::Stop)),
         b"length" => Ok(Some(FinishReason::Length)),
         b"abort" | b"cancelled" => Ok(Some(FinishReason::Abort)),
-        _ => Err(schema(choice.finish.at(), FINISH, format!("it is {:?}; {expected}", decode(data, raw)))),
+        _ => Err(schema(choice.finish.at(), FINISH, format!("found {:?}, {expected}", decode(data, raw)))),
     }
 }
 
-/// One stream is one request: `index` and the id.
-pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&str>) -> Result<(), Flaw> {
-    checks::index(&fields.choice.index, "choices[0].index")?;
+/// `index` and the request id: one stream is one request.
+pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&str>) -> Result<(), EventError> {
+    checks::index(&fields.choice.index, ChoiceKey::Index.path())?;
     checks::id(data, &fields.id, known, api.id_path())
 }
 
-/// The types of everything that is read.
-pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), Flaw> {
-    let (choice, usage) = (&fields.choice, &fields.usage);
-    let logprobs = &choice.logprobs;
-    checks::types(&[
-        typed(&choice.token_ids, IDS, "a list was expected"),
-        typed(&choice.text, "choices[0].text", "a string or null was expected"),
-        typed(&logprobs.object, "choices[0].logprobs", "an object or null was expected"),
-        typed(&logprobs.list, api.list_path(), "a list was expected"),
-        typed(&logprobs.tokens, "choices[0].logprobs.tokens", "a list was expected"),
-        typed(&choice.routed_experts, "choices[0].routed_experts", "base64 was expected"),
-        typed(&choice.versions.weight_version, "choices[0].weight_version", "a string was expected"),
-        typed(&fields.versions.weight_version, "weight_version", "a string was expected"),
-        typed(&usage.object, "usage", "an object or null was expected"),
-        typed(&usage.completion_tokens, COMPLETION, "a count was expected"),
-        typed(&usage.prompt_tokens, PROMPT, "a count was expected"),
-        typed(&usage.details, "usage.prompt_tokens_details", "an object or null was expected"),
-        typed(&usage.cached_tokens, "usage.prompt_tokens_details.cached_tokens", "a count was expected"),
-    ])?;
-    match logprobs.list.get().and_then(|list| Some((list, list.misshapen?))) {
+/// The types of all fields. Fields that are skipped here (`_`) have their own check elsewhere.
+pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventError> {
+    let Fields {
+        is_object: _,
+        errors: _,
+        id: _,
+        output_mode: _,
+        prompt_token_ids,
+        versions,
+        choices: _,
+        choice,
+        usage,
+    } = fields;
+    let Choice {
+        object: _,
+        index: _,
+        finish: _,
+        matched: _,
+        token_ids,
+        prompt_token_ids: choice_prompt_token_ids,
+        text,
+        logprobs,
+        routed_experts,
+        sampling_mask: _,
+        versions: choice_versions,
+    } = choice;
+    let Usage { object: usage, prompt_tokens, completion_tokens, details, cached_tokens } = usage;
+    token_ids.check_type(IDS)?;
+    prompt_token_ids.check_type(EventKey::PromptTokenIds.path())?;
+    choice_prompt_token_ids.check_type(ChoiceKey::PromptTokenIds.path())?;
+    text.check_type(ChoiceKey::Text.path())?;
+    logprobs.object.check_type(ChoiceKey::Logprobs.path())?;
+    logprobs.list.check_type(api.list_path())?;
+    logprobs.tokens.check_type(TOKENS)?;
+    routed_experts.check_type(ChoiceKey::RoutedExperts.path())?;
+    choice_versions.weight_version.check_type(ChoiceKey::WeightVersion.path())?;
+    versions.weight_version.check_type(EventKey::WeightVersion.path())?;
+    usage.check_type(EventKey::Usage.path())?;
+    completion_tokens.check_type(COMPLETION)?;
+    prompt_tokens.check_type(PROMPT)?;
+    details.check_type(UsageKey::PromptTokensDetails.path())?;
+    cached_tokens.check_type("usage.prompt_tokens_details.cached_tokens")?;
+    match logprobs.list.get().and_then(|list| Some((list, list.malformed?))) {
         Some((list, (index, at))) if api == Api::Generate && element_at(data, list.start, index) == at => {
             let path = format!("{}[{index}]", api.list_path());
-            Err(Flaw::new(ErrorKind::Schema, at, path, "an object with a logprob was expected"))
+            Err(EventError::new(ErrorKind::Schema, at, path, "expected an object with a logprob"))
         }
         Some((_, (index, at))) => {
-            Err(Flaw::new(ErrorKind::Schema, at, api.logprob_path(index), "a number was expected"))
+            Err(EventError::new(ErrorKind::Schema, at, api.logprob_path(index), "expected a number"))
         }
         None => Ok(()),
     }
 }
 
-fn typed<T: Copy>(field: &Field<T>, path: &'static str, message: &'static str) -> checks::Typed {
-    (field.is_wrong(), field.at(), path, message)
-}
-
-/// Tokens without logprobs that were asked for, or what belongs to tokens without their ids.
-pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api) -> Result<(), Flaw> {
+/// Token ids are present beside text or logprobs, and logprobs beside token ids if they were requested.
+pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api) -> Result<(), EventError> {
     let choice = &fields.choice;
     let (at, list) = (choice.object.at(), choice.logprobs.list.get());
     let Some(ids) = choice.token_ids.get() else {
         if list.is_some_and(|list| list.len > 0) || choice.text.get().is_some_and(|text| !text.span.of(data).is_empty())
         {
-            return Err(schema(at, IDS, "missing beside a text or logprobs; ask for return_token_ids"));
+            return Err(schema(at, IDS, "missing, although the event has text or logprobs; request return_token_ids"));
         }
         return Ok(());
     };
     if options.logprobs && ids.len > 0 && list.is_none() {
-        let message = format!("missing beside {} token ids, though logprobs were asked for", ids.len);
+        let message = format!("missing beside {} token ids, although logprobs were requested", ids.len);
         return Err(schema(at, api.list_path(), message));
     }
     Ok(())
 }
 
-/// Each list has an element for each token, and the engine counts as many tokens as came.
-pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), Flaw> {
+/// Each list has an element for each token, and the engine reports as many tokens as were received.
+pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), EventError> {
     let logprobs = &fields.choice.logprobs;
-    for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, "choices[0].logprobs.tokens")] {
+    for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, TOKENS)] {
         if let Some(len) = list.get().map(|list| list.len).filter(|&len| len != new) {
-            let message = format!("{len} elements beside {new} token ids: one of the lists has a hole");
-            return Err(Flaw::new(ErrorKind::Length, list.at(), path, message));
+            let message = format!("{len} elements beside {new} token ids: one of the lists is incomplete");
+            return Err(EventError::new(ErrorKind::Length, list.at(), path, message));
         }
     }
     let usage = &fields.usage;
-    if let Some(told) = usage.completion_tokens.get().filter(|&told| told != (kept + new) as u64) {
+    if let Some(reported) = usage.completion_tokens.get().filter(|&reported| reported != (kept + new) as u64) {
         let message = format!(
-            "{told} tokens are told, {kept} were kept and the event holds {new}: tokens were lost or doubled on the \
-             way; resume from the tokens kept"
+            "the engine reports {reported} tokens, {kept} were kept and the event has {new}: tokens were lost or \
+             repeated on the way; resume from the tokens kept"
         );
-        return Err(Flaw::new(ErrorKind::Length, usage.completion_tokens.at(), COMPLETION, message));
+        return Err(EventError::new(ErrorKind::Length, usage.completion_tokens.at(), COMPLETION, message));
     }
     checks::prompt_tokens(&usage.prompt_tokens, options, PROMPT)
 }
 
-/// The id that is named beside a logprob is that of the token.
-pub(super) fn mismatch(data: &[u8], fields: &Fields, staged: &Staged, api: Api) -> Result<(), Flaw> {
-    // In text mode what stands in the place of an id is a text, and may look like one.
+/// The id beside a logprob equals the token id.
+pub(super) fn mismatch(data: &[u8], fields: &Fields, buffers: &EventBuffers, api: Api) -> Result<(), EventError> {
+    // In text mode these are texts, which may look like ids.
     let ids = fields.choice.token_ids.get().filter(|_| !fields.is_text_mode(data));
-    let (Some(ids), Some(index)) = (ids, staged.first_mismatch()) else { return Ok(()) };
+    let (Some(ids), Some(index)) = (ids, buffers.first_mismatch()) else { return Ok(()) };
     let at = element_at(data, ids.start, index);
-    let (id, named) = (excerpt(data, at), staged.named_ids[index]);
+    let (id, named) = (excerpt(data, at), buffers.named_ids[index]);
     let named = if named < 0 { "no token id".to_owned() } else { named.to_string() };
-    let message = format!("{id} beside {named} in {}[{index}]: the ids of one event disagree", api.list_path());
-    Err(Flaw::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
+    let message = format!("{id}, but {named} in {}[{index}]: the ids of one event differ", api.list_path());
+    Err(EventError::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
 }
 
 /// The new ids.
-pub(super) fn ids(data: &[u8], list: Option<List>, staged: &Staged) -> Result<(), Flaw> {
+pub(super) fn ids(data: &[u8], list: Option<List>, buffers: &EventBuffers) -> Result<(), EventError> {
     let Some(list) = list else { return Ok(()) };
-    checks::ids(data, &staged.ids, |index| (element_at(data, list.start, index), format!("{IDS}[{index}]")))
+    checks::ids(data, &buffers.ids, |index| (element_at(data, list.start, index), format!("{IDS}[{index}]")))
 }
 
-/// The new logprobs; how many are stand-ins for minus infinity, if those are to be kept.
+/// The new logprobs. Returns how many are the substitute for minus infinity, if those are kept.
 pub(super) fn logprobs(
     data: &[u8],
     fields: &Fields,
-    staged: &Staged,
+    buffers: &EventBuffers,
     options: &Options,
     api: Api,
-) -> Result<usize, Flaw> {
+) -> Result<usize, EventError> {
     let Some(list) = fields.choice.logprobs.list.get() else { return Ok(0) };
-    checks::logprobs(data, &staged.logprobs, options.clamped, |index| {
+    checks::logprobs(data, &buffers.logprobs, options.clamped, |index| {
         let element = element_at(data, list.start, index);
         let at = if api == Api::Generate { logprob_at(data, element) } else { element };
         (at, api.logprob_path(index))
     })
 }
 
-/// Where the logprob of an entry stands; the entry itself, if it has none.
+/// The offset of an entry's logprob; of the entry itself, if it has none.
 fn logprob_at(data: &[u8], entry: usize) -> usize {
     let mut cursor = Cursor::new(data);
     cursor.at = entry;

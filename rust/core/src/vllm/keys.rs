@@ -1,76 +1,50 @@
 //! The keys of a vLLM event.
+//!
+//! To read another key: add it here, give it a field in `fields.rs`, then follow the compiler.
 
-use crate::layout;
+use crate::key_cache::keys;
 
-/// The keys that mean something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Key {
-    RequestId,
-    Id,
-    OutputMode,
-    Choices,
-    Usage,
-    Error,
-    Object,
-    Message,
-    Detail,
-    Code,
-    Index,
-    FinishReason,
-    StopReason,
-    TokenIds,
-    Logprobs,
-    Text,
-    RoutedExperts,
-    SamplingMask,
-    WeightVersion,
-    WeightVersions,
-    PromptTokens,
-    CompletionTokens,
-    PromptTokensDetails,
-    Other,
-    /// No key: the object ends.
-    End,
-}
+keys! {
+    /// The keys at the top of an event.
+    Event(EventKey) at "" {
+        /// The request's id in `/inference/v1/generate`; in completions it is read as `Other`.
+        RequestId = "request_id": RepeatedMeta,
+        /// The request's id in completions; otherwise it is read as `Other`.
+        Id = "id": RepeatedMeta,
+        OutputMode = "output_mode": Meta,
+        Choices = "choices": Field,
+        /// In `/inference/v1/generate`; in completions it is skipped.
+        PromptTokenIds = "prompt_token_ids": Field,
+        Usage = "usage": Field,
+        Error = "error": Meta,
+        Object = "object": Meta,
+        Message = "message": Meta,
+        Detail = "detail": Meta,
+        Code = "code": Meta,
+        WeightVersion = "weight_version": RepeatedMeta,
+        WeightVersions = "weight_versions": Field,
+    }
 
-/// Where a key stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Level {
-    Event,
-    Choice,
-    Usage,
-}
+    /// The keys of the first choice.
+    Choice(ChoiceKey) at "choices[0]." {
+        Index = "index": RepeatedMeta,
+        FinishReason = "finish_reason": RepeatedMeta,
+        StopReason = "stop_reason": RepeatedMeta,
+        TokenIds = "token_ids": Field,
+        /// In completions; in `/inference/v1/generate` it is skipped.
+        PromptTokenIds = "prompt_token_ids": Field,
+        Logprobs = "logprobs": Field,
+        Text = "text": Field,
+        RoutedExperts = "routed_experts": Field,
+        SamplingMask = "sampling_mask": Field,
+        WeightVersion = "weight_version": RepeatedMeta,
+        WeightVersions = "weight_versions": Field,
+    }
 
-impl layout::Key for Key {
-    type Level = Level;
-    const END: Self = Self::End;
-
-    fn of(level: Level, name: &[u8]) -> Self {
-        match (level, name) {
-            (Level::Event, b"request_id") => Self::RequestId,
-            (Level::Event, b"id") => Self::Id,
-            (Level::Event, b"output_mode") => Self::OutputMode,
-            (Level::Event, b"choices") => Self::Choices,
-            (Level::Event, b"usage") => Self::Usage,
-            (Level::Event, b"error") => Self::Error,
-            (Level::Event, b"object") => Self::Object,
-            (Level::Event, b"message") => Self::Message,
-            (Level::Event, b"detail") => Self::Detail,
-            (Level::Event, b"code") => Self::Code,
-            (Level::Choice, b"index") => Self::Index,
-            (Level::Choice, b"finish_reason") => Self::FinishReason,
-            (Level::Choice, b"stop_reason") => Self::StopReason,
-            (Level::Choice, b"token_ids") => Self::TokenIds,
-            (Level::Choice, b"logprobs") => Self::Logprobs,
-            (Level::Choice, b"text") => Self::Text,
-            (Level::Choice, b"routed_experts") => Self::RoutedExperts,
-            (Level::Choice, b"sampling_mask") => Self::SamplingMask,
-            (Level::Event | Level::Choice, b"weight_version") => Self::WeightVersion,
-            (Level::Event | Level::Choice, b"weight_versions") => Self::WeightVersions,
-            (Level::Usage, b"prompt_tokens") => Self::PromptTokens,
-            (Level::Usage, b"completion_tokens") => Self::CompletionTokens,
-            (Level::Usage, b"prompt_tokens_details") => Self::PromptTokensDetails,
-            _ => Self::Other,
-        }
+    /// The keys of `usage`.
+    Usage(UsageKey) at "usage." {
+        PromptTokens = "prompt_tokens": Field,
+        CompletionTokens = "completion_tokens": Meta,
+        PromptTokensDetails = "prompt_tokens_details": RepeatedMeta,
     }
 }

@@ -1,54 +1,54 @@
-//! Logprobs as vLLM's token endpoint lists them, an object per token, and as completions do, in parallel lists.
+//! vLLM's logprobs: `/inference/v1/generate` sends an object for each token, `/v1/completions` sends parallel lists.
 //!
-//! The id beside a logprob comes as `"token_id": 5` or as `"token": "token_id:5"`, or not at all.
+//! The id beside a logprob is `"token_id": 5`, or `"token": "token_id:5"`, or absent.
 
 use crate::arrays::{NO_TOKEN, next_token};
 use crate::field::{Field, List};
 use crate::json::{Cursor, Peek, Result};
 use crate::text::name;
-use crate::vllm::staged::{Staged, UNTOLD};
+use crate::vllm::buffers::{EventBuffers, NO_ID};
 
-/// What is written before an id in place of a token's text.
+/// The prefix of a token's name if it holds the id instead of the text.
 const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Take `content`: `[{"token_id": 5, "logprob": -0.5, …}, …]`.
-pub(super) fn next_entries(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    staged.clear_logprobs();
-    next_elements(cursor, staged, next_entry)
+pub(super) fn next_entries(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.clear_logprobs();
+    next_elements(cursor, buffers, next_entry)
 }
 
 /// Take `token_logprobs`: `[-0.5, …]`.
-pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    staged.logprobs.clear();
-    next_elements(cursor, staged, |cursor, staged| {
-        let (logprob, misshapen) = next_logprob(cursor, 5)?;
-        staged.logprobs.push(logprob);
-        Ok(misshapen)
+pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.logprobs.clear();
+    next_elements(cursor, buffers, |cursor, buffers| {
+        let (logprob, malformed) = next_logprob(cursor, 5)?;
+        buffers.logprobs.push(logprob);
+        Ok(malformed)
     })
 }
 
-/// Take `tokens`: `["token_id:5", …]`, or texts, which tell nothing.
-pub(super) fn next_names(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    staged.named_ids.clear();
-    next_elements(cursor, staged, |cursor, staged| {
-        staged.named_ids.push(next_name(cursor, 5)?);
+/// Take `tokens`: `["token_id:5", …]`, or texts, which hold no ids.
+pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.named_ids.clear();
+    next_elements(cursor, buffers, |cursor, buffers| {
+        buffers.named_ids.push(next_name(cursor, 5)?);
         Ok(None)
     })
 }
 
-/// Take a list by its elements; `take` tells where one of a wrong shape stands.
+/// Take the elements of a list. `take` returns the offset of an element of a wrong shape.
 #[inline]
 fn next_elements(
     cursor: &mut Cursor<'_>,
-    staged: &mut Staged,
-    mut take: impl FnMut(&mut Cursor<'_>, &mut Staged) -> Result<Option<usize>>,
+    buffers: &mut EventBuffers,
+    mut take: impl FnMut(&mut Cursor<'_>, &mut EventBuffers) -> Result<Option<usize>>,
 ) -> Result<Field<List>> {
     cursor.next_list(4, |cursor, list| {
         let mut more = list.len > 0;
         list.len = 0;
         while more {
-            if let Some(at) = take(cursor, staged)? {
-                list.misshapen = list.misshapen.or(Some((list.len, at)));
+            if let Some(at) = take(cursor, buffers)? {
+                list.malformed = list.malformed.or(Some((list.len, at)));
             }
             list.len += 1;
             list.end = cursor.at;
@@ -58,27 +58,27 @@ fn next_elements(
     })
 }
 
-/// Stage one entry; its place, if it is nothing of the kind.
+/// Take one entry into the buffers. Returns its offset, if it has another shape.
 #[inline]
-fn next_entry(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Option<usize>> {
+fn next_entry(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Option<usize>> {
     if let Some((id, logprob)) = next_plain_entry(cursor) {
-        staged.named_ids.push(id);
-        staged.logprobs.push(logprob);
+        buffers.named_ids.push(id);
+        buffers.logprobs.push(logprob);
         return Ok(None);
     }
     let object = cursor.look_for_object(5)?;
-    let (mut id, mut name_id) = (UNTOLD, UNTOLD);
+    let (mut id, mut name_id) = (NO_ID, NO_ID);
     let mut logprob = f64::NAN;
-    let mut misshapen = object.get().is_none().then_some(object.at());
-    if misshapen.is_none() {
+    let mut malformed = object.get().is_none().then_some(object.at());
+    if malformed.is_none() {
         let data = cursor.data;
         let mut key = cursor.next_object()?;
         while let Some(raw) = key {
             match &*name(data, raw) {
-                b"logprob" => (logprob, misshapen) = next_logprob(cursor, 6)?,
+                b"logprob" => (logprob, malformed) = next_logprob(cursor, 6)?,
                 b"token_id" if cursor.peek()? == Peek::Null => {
                     cursor.skip_word(Peek::Null)?;
-                    id = UNTOLD;
+                    id = NO_ID;
                 }
                 b"token_id" => id = next_token(cursor, 6)?,
                 b"token" => name_id = next_name(cursor, 6)?,
@@ -89,12 +89,12 @@ fn next_entry(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Option<usi
             key = cursor.next_member()?;
         }
     }
-    staged.named_ids.push(if id == UNTOLD { name_id } else { id });
-    staged.logprobs.push(logprob);
-    Ok(misshapen)
+    buffers.named_ids.push(if id == NO_ID { name_id } else { id });
+    buffers.logprobs.push(logprob);
+    Ok(malformed)
 }
 
-/// Take an entry as vLLM writes it, without a blank, in either way; if it is anything else, nothing.
+/// Take an entry in one of the two forms that vLLM writes, without blanks. None, with nothing taken: anything else.
 #[inline]
 fn next_plain_entry(cursor: &mut Cursor<'_>) -> Option<(i32, f64)> {
     let start = cursor.at;
@@ -119,7 +119,7 @@ fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
         id
     };
     cursor.next_exact(br#","logprob":"#)?;
-    // Taken apart at once: a Number that goes through memory costs a stall.
+    // Converted at once: a Number that is written to memory and read back costs a stall.
     let logprob = cursor.next_number().ok()?.as_f64(cursor.data);
     if has_number {
         cursor.next_exact(br#","rank":"#)?;
@@ -129,7 +129,7 @@ fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
     }
     let end = cursor.at;
     cursor.next_exact(br#","top_logprobs":["#)?;
-    // The sampled token comes first among the likely ones, in the same words: they have just been read.
+    // The sampled token is the first of the top logprobs, with the same bytes as before.
     cursor.next_again(start, end)?;
     cursor.next_exact(b"}")?;
     while cursor.next_exact(b"]}").is_none() {
@@ -139,7 +139,7 @@ fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
     Some((i32::try_from(id).ok()?, logprob))
 }
 
-/// Take a logprob; NaN for null, and for what is no number, with its place.
+/// Take a logprob. NaN: it is null, or not a number, whose offset is returned.
 #[inline]
 fn next_logprob(cursor: &mut Cursor<'_>, depth: u32) -> Result<(f64, Option<usize>)> {
     match cursor.peek()? {
@@ -152,16 +152,16 @@ fn next_logprob(cursor: &mut Cursor<'_>, depth: u32) -> Result<(f64, Option<usiz
     }
 }
 
-/// Take the name of a token: the id in it, if it is a placeholder.
+/// Take the name of a token. Returns the id in it, if it has one.
 fn next_name(cursor: &mut Cursor<'_>, depth: u32) -> Result<i32> {
     if cursor.peek()? != Peek::String {
         cursor.skip_value(depth)?;
-        return Ok(UNTOLD);
+        return Ok(NO_ID);
     }
     let data = cursor.data;
     let raw = cursor.next_string()?;
     let text = name(data, raw);
     let digits = text.strip_prefix(PLACEHOLDER).filter(|digits| digits.iter().all(u8::is_ascii_digit));
-    let Some(digits) = digits.filter(|digits| !digits.is_empty()) else { return Ok(UNTOLD) };
+    let Some(digits) = digits.filter(|digits| !digits.is_empty()) else { return Ok(NO_ID) };
     Ok(std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).unwrap_or(NO_TOKEN))
 }

@@ -1,24 +1,27 @@
-//! Reads one vLLM event into its fields.
+//! Parses one vLLM event into its fields.
 
 use crate::arrays::next_tokens;
 use crate::field::{Field, List, Value};
-use crate::json::{Cursor, NotJson, Peek, Result, Span};
+use crate::json::{Cursor, NotJson, Peek, Result};
+use crate::key_cache::{LevelKey, Use};
 use crate::meta::Member;
+use crate::span::Span;
 use crate::text::name;
-use crate::vllm::Api;
+use crate::vllm::api::Api;
+use crate::vllm::buffers::{EventBuffers, Level};
 use crate::vllm::fields::{Choice, Fields, Logprobs, Usage};
-use crate::vllm::keys::{Key, Level};
+use crate::vllm::keys::{ChoiceKey, EventKey, Key, UsageKey};
 use crate::vllm::logprobs::{next_entries, next_logprobs, next_names};
-use crate::vllm::staged::Staged;
 
-/// Read one event, to its last byte; or where it is not JSON, and why.
+/// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
+/// why.
 pub(super) fn read(
     data: &[u8],
     api: Api,
-    staged: &mut Staged,
+    buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    let mut reader = Reader { data, api, cursor: Cursor::new(data), staged, fields };
+    let mut reader = Reader { data, api, cursor: Cursor::new(data), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
@@ -26,13 +29,13 @@ struct Reader<'a> {
     data: &'a [u8],
     api: Api,
     cursor: Cursor<'a>,
-    staged: &'a mut Staged,
+    buffers: &'a mut EventBuffers,
     fields: &'a mut Fields,
 }
 
 impl Reader<'_> {
     fn read(&mut self) -> Result<()> {
-        self.staged.clear();
+        self.buffers.clear();
         if self.cursor.peek()? == Peek::Object {
             self.fields.is_object = true;
             self.event()?;
@@ -40,56 +43,56 @@ impl Reader<'_> {
             self.cursor.skip_value(0)?;
         }
         self.cursor.finish()?;
-        self.staged.members.iter_mut().for_each(|members| members.settle(self.data));
+        self.buffers.members.iter_mut().for_each(|members| members.finish(self.data));
         Ok(())
     }
 
     fn event(&mut self) -> Result<()> {
         let mut is_first = true;
-        loop {
-            let key = self.next_key(Level::Event, is_first)?;
+        while let Some(key) = self.next_key::<EventKey>(is_first)? {
             is_first = false;
+            let key = match (key, self.api) {
+                (EventKey::RequestId, Api::Completions) | (EventKey::Id, Api::Generate) => EventKey::Other,
+                (key, _) => key,
+            };
             let from = self.cursor.at;
-            match key {
-                Key::End => return Ok(()),
-                Key::Choices => self.choices()?,
-                Key::Usage => self.usage()?,
-                Key::WeightVersions => self.fields.versions.weight_versions = self.cursor.next_any(1)?,
-                Key::WeightVersion if self.next_same_value() => {
+            if key.usage().repeats() && self.next_same_value() {
+                // The value was checked and applied with the last event. A version also applies to the new tokens.
+                if key == EventKey::WeightVersion {
                     self.fields.versions.weight_version = self.label_since(from);
                 }
-                // What these said in the last event has been checked and applied, and it is still said.
-                Key::Other | Key::RequestId | Key::Id if self.next_same_value() => {}
-                other => {
-                    let place = self.place(from);
-                    match (other, self.api) {
-                        (Key::RequestId, Api::Generate) | (Key::Id, Api::Completions) => {
-                            self.fields.id = self.cursor.next_string_field(1)?;
-                        }
-                        (Key::OutputMode, _) => self.fields.output_mode = self.cursor.next_string_field(1)?,
-                        (Key::WeightVersion, _) => self.fields.versions.weight_version = self.cursor.next_label(1)?,
-                        (Key::Error, _) => self.fields.errors.error = self.cursor.next_any(1)?,
-                        (Key::Object, _) => self.fields.errors.object = self.cursor.next_string_field(1)?,
-                        (Key::Message, _) => self.fields.errors.message = self.cursor.next_any(1)?,
-                        (Key::Detail, _) => self.fields.errors.detail = self.cursor.next_any(1)?,
-                        (Key::Code, _) => self.fields.errors.code = self.cursor.next_any(1)?,
-                        _ => {
-                            self.cursor.skip_value(1)?;
-                        }
-                    }
-                    let may_come_again = matches!(other, Key::Other | Key::RequestId | Key::Id)
-                        || (other == Key::WeightVersion && self.fields.versions.weight_version.get().is_some());
-                    self.push_member(Level::Event, place, from, may_come_again);
+                continue;
+            }
+            let Self { cursor, fields, .. } = self;
+            match key {
+                EventKey::RequestId | EventKey::Id => fields.id = cursor.next_string_field(1)?,
+                EventKey::OutputMode => fields.output_mode = cursor.next_string_field(1)?,
+                EventKey::PromptTokenIds if self.api == Api::Generate => {
+                    fields.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 1)?;
+                }
+                EventKey::Choices => self.choices()?,
+                EventKey::Usage => self.usage()?,
+                EventKey::Error => fields.errors.error = cursor.next_any(1)?,
+                EventKey::Object => fields.errors.object = cursor.next_string_field(1)?,
+                EventKey::Message => fields.errors.message = cursor.next_any(1)?,
+                EventKey::Detail => fields.errors.detail = cursor.next_any(1)?,
+                EventKey::Code => fields.errors.code = cursor.next_any(1)?,
+                EventKey::WeightVersion => fields.versions.weight_version = cursor.next_label(1)?,
+                EventKey::WeightVersions => fields.versions.weight_versions = cursor.next_any(1)?,
+                EventKey::PromptTokenIds | EventKey::Other => {
+                    cursor.skip_value(1)?;
                 }
             }
+            self.keep(Level::Event, key.usage(), from);
         }
+        Ok(())
     }
 
     fn choices(&mut self) -> Result<()> {
         if !self.fields.choices.is_absent() {
-            self.fields.choice = Choice::EMPTY;
-            self.staged.clear_choice();
-            self.staged.layout.forget_values();
+            self.fields.choice = Choice::default();
+            self.buffers.clear_choice();
+            self.buffers.key_cache.forget_values();
         }
         let peek = self.cursor.peek()?;
         let at = self.cursor.at;
@@ -119,61 +122,52 @@ impl Reader<'_> {
             return Ok(());
         }
         let mut is_first = true;
-        loop {
-            let key = self.next_key(Level::Choice, is_first)?;
+        while let Some(key) = self.next_key::<ChoiceKey>(is_first)? {
             is_first = false;
             let from = self.cursor.at;
-            match key {
-                Key::End => return Ok(()),
-                Key::TokenIds => self.fields.choice.token_ids = next_ids(&mut self.cursor, self.staged)?,
-                Key::Logprobs if self.staged.has_logprobs => self.logprobs()?,
-                Key::Logprobs => {
-                    self.cursor.skip_value(3)?;
-                }
-                Key::Text => self.fields.choice.text = self.cursor.next_string_field(3)?,
-                Key::RoutedExperts => self.fields.choice.routed_experts = self.cursor.next_string_field(3)?,
-                Key::SamplingMask => self.fields.choice.sampling_mask = self.cursor.next_any(3)?,
-                Key::WeightVersions => self.fields.choice.versions.weight_versions = self.cursor.next_any(3)?,
-                Key::WeightVersion if self.next_same_value() => {
+            if key.usage().repeats() && self.next_same_value() {
+                // As above. A finish reason ends the stream, so a repeated one is null.
+                if key == ChoiceKey::WeightVersion {
                     self.fields.choice.versions.weight_version = self.label_since(from);
                 }
-                // As above. A finish reason that is one ends the stream, so here it is null.
-                Key::Other | Key::Index | Key::FinishReason | Key::StopReason if self.next_same_value() => {}
-                other => {
-                    let place = self.place(from);
-                    let choice = &mut self.fields.choice;
-                    match other {
-                        Key::Index => choice.index = self.cursor.next_count(3)?,
-                        Key::FinishReason => choice.finish = self.cursor.next_string_field(3)?,
-                        Key::StopReason => choice.matched = self.cursor.next_matched(3)?,
-                        Key::WeightVersion => choice.versions.weight_version = self.cursor.next_label(3)?,
-                        _ => {
-                            self.cursor.skip_value(3)?;
-                        }
-                    }
-                    let may_come_again = match other {
-                        Key::Other | Key::Index | Key::FinishReason => true,
-                        Key::StopReason => choice.matched.is_none(),
-                        _ => choice.versions.weight_version.get().is_some(),
-                    };
-                    self.push_member(Level::Choice, place, from, may_come_again);
+                continue;
+            }
+            let Self { cursor, fields: Fields { choice, .. }, .. } = self;
+            match key {
+                ChoiceKey::Index => choice.index = cursor.next_count(3)?,
+                ChoiceKey::FinishReason => choice.finish = cursor.next_string_field(3)?,
+                ChoiceKey::StopReason => choice.matched = cursor.next_matched(3)?,
+                ChoiceKey::TokenIds => choice.token_ids = next_ids(cursor, self.buffers)?,
+                ChoiceKey::PromptTokenIds if self.api == Api::Completions => {
+                    choice.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 3)?;
+                }
+                ChoiceKey::Logprobs if self.buffers.has_logprobs => self.logprobs()?,
+                ChoiceKey::Text => choice.text = cursor.next_string_field(3)?,
+                ChoiceKey::RoutedExperts => choice.routed_experts = cursor.next_string_field(3)?,
+                ChoiceKey::SamplingMask => choice.sampling_mask = cursor.next_any(3)?,
+                ChoiceKey::WeightVersion => choice.versions.weight_version = cursor.next_label(3)?,
+                ChoiceKey::WeightVersions => choice.versions.weight_versions = cursor.next_any(3)?,
+                ChoiceKey::PromptTokenIds | ChoiceKey::Logprobs | ChoiceKey::Other => {
+                    cursor.skip_value(3)?;
                 }
             }
+            self.keep(Level::Choice, key.usage(), from);
         }
+        Ok(())
     }
 
     fn logprobs(&mut self) -> Result<()> {
-        self.staged.clear_logprobs();
-        let mut logprobs = Logprobs { object: self.cursor.look_for_object(3)?, ..Logprobs::ABSENT };
+        self.buffers.clear_logprobs();
+        let mut logprobs = Logprobs { object: self.cursor.look_for_object(3)?, ..Logprobs::default() };
         if logprobs.object.get().is_some() {
             let mut key = self.cursor.next_object()?;
             while let Some(raw) = key {
                 match (self.api, &*name(self.data, raw)) {
-                    (Api::Generate, b"content") => logprobs.list = next_entries(&mut self.cursor, self.staged)?,
+                    (Api::Generate, b"content") => logprobs.list = next_entries(&mut self.cursor, self.buffers)?,
                     (Api::Completions, b"token_logprobs") => {
-                        logprobs.list = next_logprobs(&mut self.cursor, self.staged)?;
+                        logprobs.list = next_logprobs(&mut self.cursor, self.buffers)?;
                     }
-                    (Api::Completions, b"tokens") => logprobs.tokens = next_names(&mut self.cursor, self.staged)?,
+                    (Api::Completions, b"tokens") => logprobs.tokens = next_names(&mut self.cursor, self.buffers)?,
                     _ => {
                         self.cursor.skip_value(4)?;
                     }
@@ -187,74 +181,74 @@ impl Reader<'_> {
 
     fn usage(&mut self) -> Result<()> {
         if !self.fields.usage.object.is_absent() {
-            self.fields.usage = Usage::EMPTY;
-            self.staged.members[Level::Usage as usize].clear();
-            self.staged.layout.forget_values();
+            self.fields.usage = Usage::default();
+            self.buffers.members[Level::Usage as usize].clear();
+            self.buffers.key_cache.forget_values();
         }
         self.fields.usage.object = self.cursor.look_for_object(1)?;
         if self.fields.usage.object.get().is_none() {
             return Ok(());
         }
         let mut is_first = true;
-        loop {
-            let key = self.next_key(Level::Usage, is_first)?;
+        while let Some(key) = self.next_key::<UsageKey>(is_first)? {
             is_first = false;
+            if key.usage().repeats() && self.next_same_value() {
+                continue;
+            }
             let from = self.cursor.at;
+            let Self { cursor, fields: Fields { usage, .. }, .. } = self;
             match key {
-                Key::End => return Ok(()),
-                Key::PromptTokens => self.fields.usage.prompt_tokens = self.cursor.next_count(2)?,
-                Key::Other | Key::PromptTokensDetails if self.next_same_value() => {}
-                other => {
-                    let place = self.place(from);
-                    let usage = &mut self.fields.usage;
-                    match other {
-                        Key::CompletionTokens => usage.completion_tokens = self.cursor.next_count(2)?,
-                        Key::PromptTokensDetails => {
-                            (usage.details, usage.cached_tokens) = next_details(&mut self.cursor, self.data)?;
-                        }
-                        _ => {
-                            self.cursor.skip_value(2)?;
-                        }
-                    }
-                    self.push_member(Level::Usage, place, from, other != Key::CompletionTokens);
+                UsageKey::PromptTokens => usage.prompt_tokens = cursor.next_count(2)?,
+                UsageKey::CompletionTokens => usage.completion_tokens = cursor.next_count(2)?,
+                UsageKey::PromptTokensDetails => {
+                    (usage.details, usage.cached_tokens) = next_details(cursor, self.data)?;
+                }
+                UsageKey::Other => {
+                    cursor.skip_value(2)?;
                 }
             }
+            self.keep(Level::Usage, key.usage(), from);
         }
+        Ok(())
     }
 
     #[inline]
-    fn next_key(&mut self, level: Level, is_first: bool) -> Result<Key> {
-        self.staged.layout.next_key(&mut self.cursor, self.data, level, is_first)
+    fn next_key<L: LevelKey<Key = Key>>(&mut self, is_first: bool) -> Result<Option<L>> {
+        self.buffers.key_cache.next_key(&mut self.cursor, self.data, is_first)
     }
 
     #[inline]
     fn next_same_value(&mut self) -> bool {
-        self.staged.layout.next_same_value(&mut self.cursor, self.data)
+        self.buffers.key_cache.next_same_value(&mut self.cursor, self.data)
     }
 
-    /// A label that has just been taken as the same again.
+    /// A label that was taken because it repeats the last one.
     fn label_since(&self, from: usize) -> Field<Span> {
         Field::new(from, Value::Is(Span::new(from, self.cursor.at)))
     }
 
-    /// The name of the key that has just been taken, and its place in the layout.
-    #[inline]
-    fn place(&self, from: usize) -> (Span, usize) {
-        (self.staged.layout.name(from), self.staged.layout.last())
-    }
-
-    /// Note the member whose value has just been taken, for `meta` and for the next event.
-    #[inline]
-    fn push_member(&mut self, level: Level, (key, place): (Span, usize), from: usize, may_come_again: bool) {
-        let value = self.cursor.value_since(from);
-        self.staged.layout.keep_value(place, if may_come_again { value.of(self.data) } else { &[] });
-        let layout = &self.staged.layout;
-        self.staged.members[level as usize].push(self.data, Member { key, value }, || layout.is_twin(place));
+    /// Keep the value just taken, which begins at `from`: for `Generation.meta`, and to skip it if it is repeated.
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "called for each key; a call costs 2 % of an incremental stream")]
+    fn keep(&mut self, level: Level, usage: Use, from: usize) {
+        if usage == Use::Field {
+            return;
+        }
+        let Self { cursor, data, buffers, .. } = self;
+        let EventBuffers { key_cache, members, .. } = &mut **buffers;
+        let value = cursor.value_since(from);
+        if usage.repeats() {
+            key_cache.keep_value(value.of(data));
+        }
+        if usage.is_meta() {
+            let member = Member { key: key_cache.name(from), value };
+            members[level as usize].push(data, member, || key_cache.may_be_duplicate());
+        }
     }
 }
 
-fn next_ids(cursor: &mut Cursor<'_>, staged: &mut Staged) -> Result<Field<List>> {
-    let ids = &mut staged.ids;
+fn next_ids(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+    let ids = &mut buffers.ids;
     ids.clear();
     cursor.next_list(3, |cursor, list| {
         if list.len > 0 {

@@ -1,36 +1,37 @@
-//! What rides beside the tokens of a vLLM event.
+//! Side data of a vLLM event.
 
-use crate::arrays::damaged;
-use crate::error::Flaw;
+use crate::arrays::metadata_error;
+use crate::error::EventError;
 use crate::generation::{Generation, RoutedExperts};
-use crate::json::{RawStr, Span};
 use crate::npy::base64_npy;
-use crate::parser::Options;
-use crate::side::{Arrivals, ExpertShape, Masks, SideData, check_range, sampling_mask, versions};
+use crate::options::Options;
+use crate::side::{ExpertShape, Masks, Progress, SideData, check_range, sampling_mask, versions};
+use crate::span::{RawStr, Span};
 use crate::vllm::fields::Fields;
+use crate::vllm::keys::ChoiceKey;
 
-const EXPERTS: &str = "choices[0].routed_experts";
-const MASK: &str = "choices[0].sampling_mask";
+const EXPERTS: &str = ChoiceKey::RoutedExperts.path();
+const MASK: &str = ChoiceKey::SamplingMask.path();
 
-/// Read the side data of an event, and check it.
+/// Parse and check the side data of an event.
 pub(super) fn read(
     data: &[u8],
     fields: &Fields,
-    arrivals: Arrivals,
+    progress: Progress,
     options: &Options,
     generation: &Generation,
-) -> Result<SideData, Flaw> {
-    let told_prompt = fields.usage.prompt_tokens.get().or(generation.prompt_tokens);
+) -> Result<SideData, EventError> {
+    let prompt_tokens = fields.usage.prompt_tokens.get().or(generation.prompt_tokens);
     let experts = match fields.choice.routed_experts.get() {
-        Some(text) => Some(experts(data, text, arrivals.total(), told_prompt, options)?),
+        Some(text) => Some(experts(data, text, progress.total(), prompt_tokens, options)?),
         None => None,
     };
     let masks = match fields.choice.sampling_mask.get() {
-        Some(value) => masks(data, value, arrivals.new)?,
+        Some(value) => masks(data, value, progress.new)?,
         None => Masks::None,
     };
-    let versions = match fields.weight_versions().filter(|_| arrivals.is_last) {
-        Some((value, path)) => Some(versions(data, value, arrivals.total(), path)?),
+    let versions = match fields.weight_versions().filter(|_| progress.is_last) {
+        Some((value, path)) => Some(versions(data, value, progress.total(), path)?),
         None => None,
     };
     Ok(SideData { experts, masks, versions })
@@ -40,27 +41,31 @@ fn experts(
     data: &[u8],
     text: RawStr,
     total: usize,
-    told_prompt: Option<u64>,
+    prompt_tokens: Option<u64>,
     options: &Options,
-) -> Result<(RoutedExperts, Option<usize>), Flaw> {
+) -> Result<(RoutedExperts, Option<usize>), EventError> {
     let at = text.span.start();
     let array = base64_npy(data, text, EXPERTS)?;
     let Some(experts) = options.experts else { return Ok((array.numbers, None)) };
-    let shape = ExpertShape::of(options, told_prompt, total, at, EXPERTS)?;
+    let shape = ExpertShape::of(options, prompt_tokens, total, at, EXPERTS)?;
     let Some(ExpertShape { rows, why, .. }) = shape else { return Ok((array.numbers, None)) };
     if array.shape != [rows, experts.num_layers, experts.top_k] {
-        return Err(damaged(at, EXPERTS, format!("its shape is {:?}, but {why} were expected", array.shape)));
+        return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, expected {why}", array.shape)));
     }
     check_range(&array.numbers, experts.num_experts, at, EXPERTS)?;
     Ok((array.numbers, Some(rows)))
 }
 
-/// Masks are deltas as the tokens are.
-fn masks(data: &[u8], value: Span, new: usize) -> Result<Masks, Flaw> {
+/// Masks hold only the new tokens.
+fn masks(data: &[u8], value: Span, new: usize) -> Result<Masks, EventError> {
     let masks = sampling_mask(data, value, MASK)?;
     let tokens = masks.offsets.len() - 1;
     if tokens != new {
-        return Err(damaged(value.start(), MASK, format!("for {tokens} tokens, but the event brings {new}")));
+        return Err(metadata_error(
+            value.start(),
+            MASK,
+            format!("masks for {tokens} tokens, but the event has {new} new tokens"),
+        ));
     }
     Ok(Masks::Append(masks))
 }

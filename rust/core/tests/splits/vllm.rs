@@ -2,9 +2,9 @@
 
 use proptest::prelude::*;
 
-use crate::streams::{endings, texts, tokens};
+use crate::streams::{endings, prompts, texts, tokens};
 
-/// How a stream of vLLM's ends, and how it is spelled.
+/// How a vLLM stream ends, and in which form it is written.
 #[derive(Clone, Copy, Debug)]
 struct Spelling {
     finish: &'static str,
@@ -31,17 +31,19 @@ fn spellings() -> impl Strategy<Value = Spelling> {
 
 /// A stream of vLLM's token endpoint, or of its completions.
 pub fn streams(is_completions: bool) -> impl Strategy<Value = Vec<u8>> {
-    (prop::collection::vec(((tokens(), texts()), endings()), 0..6), spellings(), any::<bool>()).prop_map(
-        move |(events, spelling, has_usage)| {
+    (prop::collection::vec(((tokens(), texts()), endings()), 0..6), spellings(), any::<bool>(), prompts()).prop_map(
+        move |(events, spelling, has_usage, prompts)| {
             let (mut parts, mut total, count) = (Vec::new(), 0, events.len());
             for (index, ((tokens, piece), ending)) in events.into_iter().enumerate() {
                 total += tokens.len();
                 let finish = if index + 1 == count { spelling.finish } else { "\"finish_reason\":null" };
+                let prompt = format!("\"prompt_token_ids\":{},", prompts[index % prompts.len()]);
+                let (of_event, of_choice) = if is_completions { ("", prompt.as_str()) } else { (prompt.as_str(), "") };
                 let choice = choice(&tokens, piece, finish, spelling, is_completions);
                 let usage = if has_usage { usage(total) } else { "null".to_owned() };
                 parts.push(format!(
                     "data: {{\"request_id\":\"r\",\"id\":\"r\",\"usage\":{usage},\"weight_version\":\"v{index}\",\
-                 \"choices\":[{choice}]}}{ending}"
+                 {of_event}\"choices\":[{{{of_choice}{choice}}}]}}{ending}"
                 ));
             }
             parts.push(format!("data: {{\"request_id\":\"r\",\"choices\":[],\"usage\":{}}}\n\n", usage(total)));
@@ -74,7 +76,7 @@ fn choice(tokens: &[(i32, &str)], piece: &str, finish: &str, spelling: Spelling,
     let text = if spelling.has_text { format!("\"text\":\"{piece}\",") } else { String::new() };
     let masks = if spelling.has_masks { joined(tokens, |id, _| format!("[{id},7]")) } else { String::new() };
     let masks = if spelling.has_masks { format!("[{masks}]") } else { "null".to_owned() };
-    format!("{{\"index\":0,{text}{finish},\"token_ids\":[{ids}],\"sampling_mask\":{masks},\"logprobs\":{logprobs}}}")
+    format!("\"index\":0,{text}{finish},\"token_ids\":[{ids}],\"sampling_mask\":{masks},\"logprobs\":{logprobs}")
 }
 
 fn joined(tokens: &[(i32, &str)], write: impl Fn(i32, &str) -> String) -> String {

@@ -1,32 +1,41 @@
-//! The elements of an event's lists, on their way to the generation.
+//! Buffers for the elements of an event's lists until the event is checked.
 
 use crate::arrays::{NO_TOKEN, element_at};
 use crate::field::List;
 use crate::generation::Generation;
 use crate::json::Cursor;
-use crate::layout::Layout;
+use crate::key_cache::KeyCache;
 use crate::meta::Members;
 use crate::prefix::Prefix;
+use crate::prompt_ids::PromptIds;
 use crate::sglang::keys::Key;
 
-/// The elements of an event's lists, and what earlier lists began with. Kept from event to event for its memory.
-pub(super) struct Staged {
-    /// Whether pairs were asked for; without them the ids are the list that counts.
+/// The objects of an event whose keys go to `Generation.meta`.
+#[derive(Clone, Copy)]
+pub(super) enum Level {
+    Event,
+    Meta,
+}
+
+/// The elements of an event's lists, and fingerprints of earlier lists. The memory is reused for the next event.
+pub(super) struct EventBuffers {
+    /// Whether logprobs were requested. Then the pairs are the source of the tokens, else `output_ids` are.
     pub has_pairs: bool,
-    /// The ids of the list that counts.
+    /// The token ids of the source list.
     pub ids: Vec<i32>,
-    /// Not finite where the wire holds no number that a double can.
+    /// Not finite where the element is not a number in the range of a double.
     pub logprobs: Vec<f64>,
-    /// The ids beside the pairs.
+    /// The ids in `output_ids`, if the pairs are the source.
     pub output_ids: Vec<i32>,
     pub pairs_prefix: Prefix,
     pub ids_prefix: Prefix,
-    pub top_members: Members,
-    pub meta_members: Members,
-    pub layout: Layout<Key>,
+    pub prompt_ids: PromptIds,
+    /// For each [`Level`], what goes to `Generation.meta`.
+    pub members: [Members; 2],
+    pub key_cache: KeyCache<Key>,
 }
 
-impl Staged {
+impl EventBuffers {
     pub(super) fn new(has_pairs: bool) -> Self {
         Self {
             has_pairs,
@@ -35,34 +44,34 @@ impl Staged {
             output_ids: Vec::new(),
             pairs_prefix: Prefix::new(),
             ids_prefix: Prefix::new(),
-            top_members: Members::default(),
-            meta_members: Members::default(),
-            layout: Layout::default(),
+            prompt_ids: PromptIds::new(),
+            members: Default::default(),
+            key_cache: KeyCache::default(),
         }
     }
 
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn held_bytes(&self) -> usize {
         (self.ids.capacity() + self.output_ids.capacity()) * 4
             + self.logprobs.capacity() * 8
-            + self.top_members.held()
-            + self.meta_members.held()
-            + self.layout.held()
-            + self.pairs_prefix.held()
-            + self.ids_prefix.held()
+            + self.members.iter().map(Members::held_bytes).sum::<usize>()
+            + self.prompt_ids.held_bytes()
+            + self.key_cache.held_bytes()
+            + self.pairs_prefix.held_bytes()
+            + self.ids_prefix.held_bytes()
     }
 }
 
-/// The list that counts, from its first element: those known by their fingerprint are the ones kept.
+/// The elements of the source list. Those recognized by their fingerprint are the tokens kept.
 #[derive(Clone, Copy)]
 pub(super) struct Elements<'a> {
     list: Option<List>,
-    staged: &'a Staged,
+    buffers: &'a EventBuffers,
     kept: &'a Generation,
 }
 
 impl<'a> Elements<'a> {
-    pub(super) fn new(list: Option<List>, staged: &'a Staged, kept: &'a Generation) -> Self {
-        Self { list, staged, kept }
+    pub(super) fn new(list: Option<List>, buffers: &'a EventBuffers, kept: &'a Generation) -> Self {
+        Self { list, buffers, kept }
     }
 
     fn len(self) -> usize {
@@ -71,16 +80,16 @@ impl<'a> Elements<'a> {
 
     fn id(self, index: usize) -> Option<i32> {
         let known = self.list?.known;
-        if index < known { self.kept.token_ids.get(index) } else { self.staged.ids.get(index - known) }.copied()
+        if index < known { self.kept.token_ids.get(index) } else { self.buffers.ids.get(index - known) }.copied()
     }
 
     fn logprob(self, index: usize) -> Option<f64> {
         let known = self.list?.known;
         let kept = self.kept.logprobs.as_ref()?;
-        if index < known { kept.get(index) } else { self.staged.logprobs.get(index - known) }.copied()
+        if index < known { kept.get(index) } else { self.buffers.logprobs.get(index - known) }.copied()
     }
 
-    /// The first element from `start` on that is not the token kept in its place.
+    /// The first kept token that differs from its element, where elements from `start` on repeat the kept tokens.
     pub(super) fn first_change(self, start: usize) -> Option<usize> {
         let kept = self.kept;
         if start == 0 && self.list.is_some_and(|list| list.known == kept.token_ids.len()) {
@@ -96,7 +105,7 @@ impl<'a> Elements<'a> {
         self.len() >= self.kept.token_ids.len() && self.first_change(0).is_none()
     }
 
-    /// Whether the first `count` elements are the last ones again.
+    /// Whether the first `count` elements equal the last `count` elements.
     pub(super) fn begin_with_last(self, count: usize) -> bool {
         let last = self.len() - count;
         let is_same = |left: Option<f64>, right: Option<f64>| left == right || (is_none(left) && is_none(right));
@@ -106,19 +115,19 @@ impl<'a> Elements<'a> {
     }
 }
 
-/// A logprob that is no number is staged as NaN, which equals nothing.
+/// Whether there is no number: NaN marks a logprob that is not one, and it does not equal itself.
 fn is_none(logprob: Option<f64>) -> bool {
     logprob.is_none_or(f64::is_nan)
 }
 
-impl Staged {
-    /// Have the elements from `first` on staged; where they begin there.
-    pub(super) fn stage_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
+impl EventBuffers {
+    /// Make sure that the elements from `first` on are in the buffers. Returns the index of `first` there.
+    pub(super) fn buffer_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
         let known = list.map_or(0, |list| list.known);
         if first >= known {
             return first - known;
         }
-        // A delta that happens to begin like the list before it.
+        // A delta that happens to begin with the elements of the last list.
         self.ids.splice(0..0, kept.token_ids[..known].iter().copied());
         if let Some(logprobs) = &kept.logprobs {
             self.logprobs.splice(0..0, logprobs[..known].iter().copied());
@@ -126,24 +135,24 @@ impl Staged {
         first
     }
 
-    /// The first index at which the ids of the pairs and those beside them differ, as far as both go.
+    /// The first index at which the ids of the pairs differ from `output_ids`.
     pub(super) fn first_mismatch(&self, data: &[u8], pairs: List, ids: List, kept: &Generation) -> Option<usize> {
         if pairs.known == ids.known && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
             return None;
         }
-        let from = |known: usize, staged: &'_ [i32], index: usize| {
-            if index < known { kept.token_ids.get(index) } else { staged.get(index - known) }.copied()
+        let from = |known: usize, new: &'_ [i32], index: usize| {
+            if index < known { kept.token_ids.get(index) } else { new.get(index - known) }.copied()
         };
         (0..pairs.len.min(ids.len)).find(|&index| {
             let pair = from(pairs.known, &self.ids, index);
-            // Elements that are no tokens look alike when staged; what they are is compared on the wire.
+            // Elements that are not token ids are all NO_TOKEN here, so their bytes are compared.
             pair != from(ids.known, &self.output_ids, index)
                 || (pair == Some(NO_TOKEN) && !is_same_number(data, pairs, ids, index))
         })
     }
 }
 
-/// Whether two elements that are no tokens are the same number, at least.
+/// Whether two elements that are not token ids have the same bytes or are equal numbers.
 fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
     let literal = |at: usize| {
         let mut cursor = Cursor::new(data);
@@ -155,7 +164,7 @@ fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
     pair == id || value(pair).is_some_and(|pair| value(id).is_some_and(|id| pair.total_cmp(&id).is_eq()))
 }
 
-/// Where a member of a pair stands.
+/// The offset of a member of a pair.
 pub(super) fn pair_at(data: &[u8], list: List, index: usize, member: usize) -> usize {
     let mut cursor = Cursor::new(data);
     cursor.at = element_at(data, list.start, index);

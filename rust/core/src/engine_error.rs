@@ -1,13 +1,14 @@
-//! The engine's own errors, in every shape that it and the routers before it use.
+//! Errors that the engine or a router sends inside a stream, in all the shapes they use.
 
-use crate::error::EngineFault;
+use crate::error::EngineError;
 use crate::field::Field;
-use crate::json::{Cursor, RawStr, Span};
+use crate::json::Cursor;
+use crate::span::{RawStr, Span};
 use crate::text::{decode, label};
 
-/// The keys at the top of an event that errors are told by.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ErrorKeys {
+/// The fields at the top of an event that report an error.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ErrorFields {
     pub error: Field<Span>,
     pub object: Field<RawStr>,
     pub message: Field<Span>,
@@ -15,29 +16,21 @@ pub(crate) struct ErrorKeys {
     pub code: Field<Span>,
 }
 
-impl ErrorKeys {
-    pub(crate) const ABSENT: Self = Self {
-        error: Field::ABSENT,
-        object: Field::ABSENT,
-        message: Field::ABSENT,
-        detail: Field::ABSENT,
-        code: Field::ABSENT,
-    };
-
-    /// Whether the event is an error. One that `is_event`, having what each part of a generation has, tells so by
-    /// `error` alone.
-    pub(crate) fn tell_error(&self, data: &[u8], is_event: bool) -> bool {
-        let says_error = self.object.get().is_some_and(|object| decode(data, object) == "error");
-        self.error(data).is_some() || (!is_event && (self.detail.get().is_some() || says_error))
+impl ErrorFields {
+    /// Whether the event reports an error. If it `is_event`, with the key that every event of a generation has, only
+    /// `error` makes it one.
+    pub(crate) fn is_error(&self, data: &[u8], is_event: bool) -> bool {
+        let is_error_object = self.object.get().is_some_and(|object| decode(data, object) == "error");
+        self.error(data).is_some() || (!is_event && (self.detail.get().is_some() || is_error_object))
     }
 
-    /// The value of `error`, if it can be one: an object or a text.
+    /// The value of `error`, if it is an object or a string.
     fn error(&self, data: &[u8]) -> Option<Span> {
         self.error.get().filter(|value| matches!(data[value.start()], b'{' | b'"'))
     }
 
-    /// What an error event says, in any of the shapes that engines and routers use.
-    pub(crate) fn fault(&self, data: &[u8]) -> EngineFault {
+    /// The message and the status that the event reports.
+    pub(crate) fn engine_error(&self, data: &[u8]) -> EngineError {
         let outer = (self.message.get(), self.code.get());
         let (message, code) = match (self.error(data), self.detail.get()) {
             (Some(error), _) if data[error.start()] == b'{' => {
@@ -54,7 +47,7 @@ impl ErrorKeys {
         };
         let digits = code.map(|code| label(data, code)).filter(|code| code.bytes().all(|byte| byte.is_ascii_digit()));
         let status = digits.and_then(|code| code.parse().ok());
-        EngineFault { message, status }
+        EngineError { message, status }
     }
 }
 
