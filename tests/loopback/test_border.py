@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold.loopback import Faults, Loopback, Tokenizer
-from streamfold.loopback.core.models import PIECES
+from streamfold.loopback.core.model import PIECES
 from support.loopback_http import PROMPT, Answer, generate, undisturbed
 
 if TYPE_CHECKING:

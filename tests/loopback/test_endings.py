@@ -83,9 +83,9 @@ def test_slow_answers_end_without_a_word_when_their_worker_dies() -> None:
 def test_a_connection_that_comes_in_as_the_engine_stops_to_listen_is_not_forgotten(kind: str) -> None:
     """asyncio forgets one that was taken in and not handed over yet when its server closes: neither end ever learns."""
     with Loopback() as engine, socket.socket() as client:
-        server, background = engine._server, engine._background
+        server, thread = engine._server, engine._thread
         assert server is not None
-        assert background is not None
+        assert thread is not None
         client.settimeout(10)
 
         def stop() -> None:
@@ -101,7 +101,7 @@ def test_a_connection_that_comes_in_as_the_engine_stops_to_listen_is_not_forgott
             # In the next turn the server takes the connection in, in the one after that it is handed over.
             asyncio.get_running_loop().call_soon(stop)
 
-        background.ask(connect)
+        thread.call(connect)
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
         gc.collect()  # what was forgotten would be told of now, as an error

@@ -139,7 +139,7 @@ def test_a_scheduler_that_dies_ends_every_stream_with_an_error(monkeypatch: pyte
         whole = pool.submit(generate, engine, stream=False, **body)
         stream.frame()
         until(lambda: engine.stats().running == 2)
-        monkeypatch.setattr("streamfold.loopback.core.request.Request.step", lambda *_: 1 // 0)
+        monkeypatch.setattr("streamfold.loopback.core.request.EngineRequest.step", lambda *_: 1 // 0)
         error = stream.to_end().last["error"]
         assert (whole.result().status, whole.result().json["code"]) == (500, 500)
     assert (error["code"], "ZeroDivisionError" in error["message"]) == (500, True)

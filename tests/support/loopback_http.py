@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from streamfold.loopback import Loopback
-    from streamfold.loopback.sglang.wire import Reply
+    from streamfold.loopback.core.reply import Reply
 
 PROMPT = [300, 301, 302]
 LIMIT = 60.0  # seconds after which something hangs
