@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold.loopback import Faults, Loopback, Tokenizer
+from streamfold.loopback import Faults, Loopback, MockTokenizer
 from streamfold.loopback.core.model import PIECES
 from support.loopback_http import PROMPT, Answer, generate, undisturbed
 
@@ -43,7 +43,7 @@ def told_at(answer: Answer) -> list[str]:
 
 
 def engine_texts(
-    tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], counts: Sequence[int], *, skip: bool
+    tokenizer: MockTokenizer, prompt: Sequence[int], ids: Sequence[int], counts: Sequence[int], *, skip: bool
 ) -> Iterator[str]:
     """All text at each event, the slow and obvious way: new text is what decoding the new tokens too adds.
 

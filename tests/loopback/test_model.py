@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamfold.loopback.core.model import PIECES, MockModel
-from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.loopback.core.tokenizer import MockTokenizer
 
-tokenizer = Tokenizer()
+tokenizer = MockTokenizer()
 model = MockModel(tokenizer)
 tokens = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
 

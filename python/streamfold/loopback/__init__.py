@@ -17,7 +17,7 @@ streamfold.loopback.faults`` lists all faults.
 try:
     from streamfold.loopback.app import create_app
     from streamfold.loopback.core.config import Config
-    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import MockTokenizer
     from streamfold.loopback.engine import Engine, SeenRequest, undisturbed
     from streamfold.loopback.faults.script import Faults
     from streamfold.loopback.router.router import Router
@@ -34,10 +34,10 @@ __all__ = [
     "Engine",
     "Faults",
     "Loopback",
+    "MockTokenizer",
     "Router",
     "SeenRequest",
     "Stats",
-    "Tokenizer",
     "create_app",
     "serve",
     "undisturbed",

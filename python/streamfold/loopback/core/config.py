@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 from streamfold.loopback.core.model import MockModel
-from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.loopback.core.tokenizer import MockTokenizer
 from streamfold.loopback.core.versions import NEWEST, check_version, parse_version
 from streamfold.loopback.core.wire_format import FRONTENDS, Frontend
 
@@ -70,7 +70,7 @@ class Config:
     frontend: Frontend = "python"
 
     seed: int = 0
-    vocab_size: int = Tokenizer.SMALLEST
+    vocab_size: int = MockTokenizer.SMALLEST
     stop_probability: float = 1 / 256
     num_layers: int = 4
     top_k: int = 2
@@ -156,9 +156,9 @@ class Config:
         return self.frontend == "rust"
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> MockTokenizer:
         """The tokenizer; it exists with ``skip_tokenizer_init`` too."""
-        return Tokenizer(self.vocab_size)
+        return MockTokenizer(self.vocab_size)
 
     @cached_property
     def model(self) -> MockModel:

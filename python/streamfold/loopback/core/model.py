@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import MockTokenizer
 
 __all__ = ["Context", "MockModel"]
 
@@ -85,7 +85,7 @@ class MockModel:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: MockTokenizer,
         *,
         seed: int = 0,
         stop_probability: float = 1 / 256,

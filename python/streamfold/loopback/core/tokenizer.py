@@ -2,7 +2,7 @@
 
 Ids 0 to 255 are the bytes, the next 16 the special tokens, the rest words with a leading space. The vocabulary can have
 any size: after the single words come all words of two parts (`` riverstone``), then of three, and so on, so the text of
-an id is computed without a table. :meth:`Tokenizer.encode` uses single words and bytes only.
+an id is computed without a table. :meth:`MockTokenizer.encode` uses single words and bytes only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "MockTokenizer"]
 
 _NUM_BYTES = 256
 
@@ -56,7 +56,7 @@ _WORD_IDS = {f" {word}": _FIRST_WORD + i for i, word in enumerate(WORDS)}
 _PIECES = re.compile("|".join([*map(re.escape, SPECIAL_TOKENS), " [a-z]+"]))
 
 
-class Tokenizer:
+class MockTokenizer:
     """Maps text to ids and back. ``vocab_size`` is at least 512: bytes, special tokens and the single words."""
 
     SMALLEST = len(_BASE_PIECES)
@@ -119,7 +119,7 @@ def _compound(number: int) -> str:
 class Detokenizer:
     """Detokenizes token by token; incomplete UTF-8 characters are held back."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: MockTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else range(0)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

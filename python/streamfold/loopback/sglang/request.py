@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.reply import Finish
     from streamfold.loopback.core.request_params import SamplingParams
-    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import MockTokenizer
 
 __all__ = ["SglangRequest", "undisturbed"]
 
@@ -204,7 +204,7 @@ class _SglangText:
     A character that starts in the prompt belongs to the prompt: if the response completes it, it is in neither text.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = params.skip_special_tokens
         self._no_stop_trim = params.no_stop_trim

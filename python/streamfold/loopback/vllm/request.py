@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.reply import Finish
     from streamfold.loopback.core.request_params import SamplingParams
-    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import MockTokenizer
 
 __all__ = ["VllmRequest", "undisturbed"]
 
@@ -141,7 +141,7 @@ class _VllmText:
 
     withheld = False  # tokens are sent while text is held back
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
         self._visible = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._spelling = Detokenizer(tokenizer, skip_special_tokens=False)
         for token in prompt[1 - LONGEST_CHARACTER :]:
