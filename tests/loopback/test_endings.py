@@ -1,4 +1,4 @@
-"""Where answers of the engine in a box end: at stop strings, by several faults at once, and with their worker."""
+"""How responses of the loopback engine end: at stop strings, by several faults at once, and when their worker dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router in a box: what goes through it, to whom, and what becomes of both sides when one of them leaves."""
+"""The loopback router: what it forwards, to which worker, and what it does when client or worker disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router in a box and its workers: who gets a request, what is not forwarded, and that nothing is left behind."""
+"""The loopback router's workers: load balancing, headers that are not forwarded, no leaked connections or tasks."""
 
 from __future__ import annotations
 

@@ -218,12 +218,14 @@ def test_a_rule_is_for_where_this_engine_generates() -> None:
         Config(engine="vllm", faults=Faults([{"kind": "cut", "path": "/generate"}]))
     with pytest.raises(ValueError, match="this engine generates at /generate, not at"):
         Config(faults=Faults([{"kind": "cut", "path": "/v1/completions"}]))
-    with faulty({"kind": "abort", "path": "/v1/completions", "after_tokens": 3}, {"kind": "status", "rid": "r"}) as box:
-        assert choices(complete(box))[-1]["finish_reason"] == "abort"
-        assert generate(box, request_id="x").status == 200
-        assert generate(box, request_id="r1").status == 500
-        assert generate(box, headers={"X-Request-Id": "r2"}).status == 500
-        assert box.faults.done == {"abort": 1, "status": 2}
+    with faulty(
+        {"kind": "abort", "path": "/v1/completions", "after_tokens": 3}, {"kind": "status", "rid": "r"}
+    ) as engine:
+        assert choices(complete(engine))[-1]["finish_reason"] == "abort"
+        assert generate(engine, request_id="x").status == 200
+        assert generate(engine, request_id="r1").status == 500
+        assert generate(engine, headers={"X-Request-Id": "r2"}).status == 500
+        assert engine.faults.done == {"abort": 1, "status": 2}
 
 
 def test_a_status_has_the_shape_of_this_engine() -> None:

@@ -1,4 +1,4 @@
-"""A plain client of the router in a box."""
+"""A plain HTTP client of the loopback router."""
 
 from __future__ import annotations
 
