@@ -35,8 +35,8 @@ def test_a_stop_string_is_seen_at_the_very_beginning_of_a_response() -> None:
             if all(word[0] == " " and word[1:].isalpha() for word in two):
                 begins_with_words += 1
                 stop = "".join(two).strip()
-                told = engine.undisturbed([300], {**asked, "stop": [stop]})
-                assert (told.finish, len(told.token_ids)) == ({"type": "stop", "matched": stop}, 2)
+                reply = engine.undisturbed([300], {**asked, "stop": [stop]})
+                assert (reply.finish, len(reply.token_ids)) == ({"type": "stop", "matched": stop}, 2)
     assert begins_with_words > 10
 
 
@@ -104,7 +104,7 @@ def test_a_connection_that_comes_in_as_the_engine_stops_to_listen_is_not_forgott
         thread.call(connect)
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
-        gc.collect()  # what was forgotten would be told of now, as an error
+        gc.collect()  # a leaked connection would be reported now, as an error
         until(lambda: _answers(engine))
 
 

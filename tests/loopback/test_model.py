@@ -1,4 +1,4 @@
-"""The loopback's model: everything it says is a function of the tokens before."""
+"""The mock model: everything it generates is a function of the tokens before."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def generate(prompt: list[int], count: int, seed: int | None = None, of: MockMod
 
 @given(tokens, st.integers(0, 60), st.none() | st.integers(-(2**70), 2**70))
 def test_a_generation_goes_on_from_any_of_its_tokens_as_if_it_had_not_been_cut(
-    prompt: list[int], cut: int, seed: int | None
+    prompt: list[int], count: int, seed: int | None
 ) -> None:
     whole = generate(prompt, 60, seed)
-    assert generate(prompt + whole[:cut], 60 - cut, seed) == whole[cut:]
+    assert generate(prompt + whole[:count], 60 - count, seed) == whole[count:]
 
 
 @given(tokens, st.data())

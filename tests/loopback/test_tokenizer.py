@@ -1,4 +1,4 @@
-"""The loopback's tokenizer: text and ids, whole and token by token."""
+"""The mock tokenizer: text and ids, whole and token by token."""
 
 from __future__ import annotations
 

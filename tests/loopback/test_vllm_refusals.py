@@ -1,4 +1,4 @@
-"""What the loopback engine refuses where it speaks vLLM, how it is told to misbehave, and what cannot be set."""
+"""What the loopback engine rejects as vLLM, its faults, and its invalid settings."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
         assert generate(engine, output_mode="text").status == 400
         assert generate(engine, params={"stop": "a"}).status == 400
         assert ids(generate(engine)) == undisturbed(engine).token_ids
-        told = choices(complete(engine))
-        assert {choice["text"] for choice in told} == {""}
-        assert [token for choice in told for token in choice["token_ids"]] == undisturbed(engine).token_ids
+        reported = choices(complete(engine))
+        assert {choice["text"] for choice in reported} == {""}
+        assert [token for choice in reported for token in choice["token_ids"]] == undisturbed(engine).token_ids
     with Loopback(engine="vllm", skip_tokenizer_init=True, version="0.30.0") as engine:
-        assert len(ids(generate(engine, params={"stop": " "}))) == 20, "ignored, and nobody told"
+        assert len(ids(generate(engine, params={"stop": " "}))) == 20, "ignored, without an error"
 
 
 def test_a_full_queue_is_a_503_before_a_byte() -> None:

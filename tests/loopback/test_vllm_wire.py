@@ -42,16 +42,16 @@ def token_of(entry: dict[str, Any]) -> int:
     return int(entry["token_id"] if "token_id" in entry else entry["token"].removeprefix("token_id:"))
 
 
-def reply_of(told: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[Reply, list[int], dict[int, str]]:
+def reply_of(reported: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[Reply, list[int], dict[int, str]]:
     """The reply of which these were the events, the token counts of each, and the texts of other tokens."""
-    choices = [frame["choices"][0] for frame in told]
+    choices = [frame["choices"][0] for frame in reported]
     last = choices[-1]
     reply = Reply(
-        rid=told[0]["request_id"],
+        rid=reported[0]["request_id"],
         index=last["index"],
         prompt_tokens=usage.get("prompt_tokens", 3),
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-        prompt_token_ids=told[0].get("prompt_token_ids"),
+        prompt_token_ids=reported[0].get("prompt_token_ids"),
     )
     if last["finish_reason"] is not None:
         reply.finish = {"type": last["finish_reason"], "matched": last.get("stop_reason")}
@@ -90,13 +90,13 @@ def test_a_recorded_stream_is_written_again_byte_for_byte(recording: Recording) 
     """Key order, presence of keys, nulls, spelling of numbers, text and framing are the engine's."""
     wire_format = VllmFormat(version=recording.name.split("/")[0].removeprefix("vllm-"))
     events = [event for event in recording.body.split(b"\n\n") if b'"request_id"' in event]
-    told = [json.loads(event.removeprefix(b"data: ")) for event in events]
-    usage: dict[str, Any] = next((frame["usage"] for frame in told if not frame["choices"]), {})
-    continuous = any(frame["choices"] and frame["usage"] for frame in told)
-    indices = sorted({frame["choices"][0]["index"] for frame in told if frame["choices"]})
+    reported = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    usage: dict[str, Any] = next((frame["usage"] for frame in reported if not frame["choices"]), {})
+    continuous = any(frame["choices"] and frame["usage"] for frame in reported)
+    indices = sorted({frame["choices"][0]["index"] for frame in reported if frame["choices"]})
     written: dict[int, list[bytes]] = {}
     for index in indices:
-        own = [frame for frame in told if frame["choices"] and frame["choices"][0]["index"] == index]
+        own = [frame for frame in reported if frame["choices"] and frame["choices"][0]["index"] == index]
         reply, splits, texts = reply_of(own, usage)
         asks = ResponseOptions(
             usage=bool(usage),
@@ -111,7 +111,7 @@ def test_a_recorded_stream_is_written_again_byte_for_byte(recording: Recording) 
         if reply.finish is not None:
             written[index] += writer.last_events()
     mine = []
-    for frame in told:
+    for frame in reported:
         # The usage counts all answers of one request, and a reply is one answer.
         if not frame["choices"] and len(indices) > 1:
             events.remove(events[-1])
@@ -246,8 +246,8 @@ def test_a_completion_reads_back_as_it_was(reply: Reply, fractions: list[float],
 # What releases tell, and what they leave out.
 
 
-def choice_of(reply: Reply, wire: str, **told: Any) -> dict[str, Any]:
-    (frame,) = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(**told))))
+def choice_of(reply: Reply, wire: str, **options: Any) -> dict[str, Any]:
+    (frame,) = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(**options))))
     (choice,) = frame["choices"]
     assert isinstance(choice, dict)
     return choice
@@ -276,8 +276,8 @@ def test_releases_differ_in_the_keys_that_they_tell(wire: str, keys: list[str]) 
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_is_no_number_is_null_or_the_lowest_logprob_as_the_release_has_it(wire: Wire) -> None:
     reply = Reply(token_ids=[5, 6], logprobs=[None, -math.inf], finish=length(2))
-    told = [entry["logprob"] for entry in choice_of(reply, wire)["logprobs"]["content"]]
-    assert told == [-9999.0 if wire in {"0.32", "0.33", "rust"} else None, -9999.0]
+    reported = [entry["logprob"] for entry in choice_of(reply, wire)["logprobs"]["content"]]
+    assert reported == [-9999.0 if wire in {"0.32", "0.33", "rust"} else None, -9999.0]
 
 
 def test_the_oldest_releases_name_every_candidate_after_the_sampled_token() -> None:
@@ -297,20 +297,20 @@ def test_an_abort_without_a_token_is_told_by_a_terminal_event_or_not_at_all(
 ) -> None:
     """vllm-project/vllm#47933: old releases send no event without tokens, but for the ids of the prompt."""
     reply = Reply(logprobs=[], finish=aborted(), prompt_token_ids=prompt_ids)
-    told = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(usage=True))))
-    assert (told[-1]["choices"], told[-1]["usage"]["completion_tokens"]) == ([], 0)
-    is_told = wire in {"0.32", "0.33", "rust"} or (wire == "0.31" and prompt_ids is not None)
-    assert [frame["choices"][0]["finish_reason"] for frame in told[:-1]] == (["abort"] if is_told else [])
+    reported = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(usage=True))))
+    assert (reported[-1]["choices"], reported[-1]["usage"]["completion_tokens"]) == ([], 0)
+    is_reported = wire in {"0.32", "0.33", "rust"} or (wire == "0.31" and prompt_ids is not None)
+    assert [frame["choices"][0]["finish_reason"] for frame in reported[:-1]] == (["abort"] if is_reported else [])
     if wire in {"0.32", "0.33"}:
-        assert told[0]["choices"][0]["weight_versions"] == []
-        assert told[0]["choices"][0]["logprobs"] == {"content": []}
+        assert reported[0]["choices"][0]["weight_versions"] == []
+        assert reported[0]["choices"][0]["logprobs"] == {"content": []}
 
 
 def test_the_ids_of_the_prompt_come_with_the_first_event_as_from_0_30() -> None:
     reply = Reply(token_ids=[5, 6], finish=length(2), prompt_token_ids=[1, 2])
     for wire, wanted in (("0.28", [None, None]), ("0.30", [[1, 2], None]), ("0.32", [[1, 2], None])):
-        told = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(), [1])))
-        assert [frame.get("prompt_token_ids") for frame in told] == wanted, wire
+        reported = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(), [1])))
+        assert [frame.get("prompt_token_ids") for frame in reported] == wanted, wire
 
 
 def test_text_that_was_held_back_until_an_abort_comes_with_the_terminal_event() -> None:

@@ -1,4 +1,4 @@
-"""The loopback's writer: real frames written again byte for byte, and random replies read back."""
+"""The loopback engine's SGLang writer: recorded events are reproduced byte for byte, random replies are read back."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def format_of(recording: Recording) -> SglangFormat:
     return SglangFormat(incremental="incremental" in recording.name, version=release)
 
 
-def reply_of(told: list[dict[str, Any]], wire_format: SglangFormat) -> tuple[Reply, list[int]]:
+def reply_of(reported: list[dict[str, Any]], wire_format: SglangFormat) -> tuple[Reply, list[int]]:
     """The reply whose events these were, and the token counts at which they were sent."""
-    last = told[-1]["meta_info"]
+    last = reported[-1]["meta_info"]
     reply = Reply(
         rid=last["id"],
-        prompt_tokens=told[0]["meta_info"].get("prompt_tokens", 0),
-        cached_tokens=told[0]["meta_info"].get("cached_tokens", 0),
-        cached_tokens_details=told[0]["meta_info"].get("cached_tokens_details"),
-        prompt_token_ids=told[0].get("prompt_token_ids"),
-        index=told[0].get("index"),
+        prompt_tokens=reported[0]["meta_info"].get("prompt_tokens", 0),
+        cached_tokens=reported[0]["meta_info"].get("cached_tokens", 0),
+        cached_tokens_details=reported[0]["meta_info"].get("cached_tokens_details"),
+        prompt_token_ids=reported[0].get("prompt_token_ids"),
+        index=reported[0].get("index"),
         finish=last["finish_reason"],
         in_queue="prompt_tokens" not in last,
-        pieces=[] if "text" in told[0] else None,
+        pieces=[] if "text" in reported[0] else None,
     )
     if "output_token_logprobs" in last:
         reply.logprobs = []
@@ -58,7 +58,7 @@ def reply_of(told: list[dict[str, Any]], wire_format: SglangFormat) -> tuple[Rep
     if "routed_experts" in last:
         reply.routed_experts = base64.b64decode(last["routed_experts"], validate=True)
     splits, seen = [], ""
-    for frame in told:
+    for frame in reported:
         meta, known = frame["meta_info"], len(reply.token_ids)
         total = meta["completion_tokens"]
         first = known if len(frame["output_ids"]) == total else 0  # of the lists that this frame has whole
@@ -83,10 +83,10 @@ def test_a_recorded_stream_is_written_again_byte_for_byte(recording: Recording) 
     """Key order, presence of keys, spelling of numbers, text and framing are the engine's; only its clocks are not."""
     wire_format = format_of(recording)
     events = [event for event in recording.body.split(b"\n\n") if b'"meta_info"' in event and event.endswith(b"}")]
-    told = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    reported = [json.loads(event.removeprefix(b"data: ")) for event in events]
     written: dict[int | None, list[bytes]] = {}
-    for index in sorted({frame.get("index") for frame in told}, key=str):
-        own = [frame for frame in told if frame.get("index") == index]
+    for index in sorted({frame.get("index") for frame in reported}, key=str):
+        own = [frame for frame in reported if frame.get("index") == index]
         reply, splits = reply_of(own, wire_format)
         writer = SglangWriter(dataclasses.replace(reply, finish=None), wire_format)
         parts = []
@@ -100,7 +100,7 @@ def test_a_recorded_stream_is_written_again_byte_for_byte(recording: Recording) 
         else:
             parts.append(writer.event(own[-1]["meta_info"]["completion_tokens"]))
         written[index] = parts
-    for event, frame in zip(events, told, strict=True):
+    for event, frame in zip(events, reported, strict=True):
         mine = written[frame.get("index")].pop(0)
         assert TIMES.sub(rb'"\1":0', mine) == TIMES.sub(rb'"\1":0', event) + b"\n\n"
     assert not any(written.values())
@@ -221,9 +221,9 @@ def test_a_reply_reads_back_as_it_was_in_every_mode_and_chunking(
     if reply.routed_experts is not None:
         assert reading.routed_experts is not None
         assert reading.routed_experts.tobytes() == reply.routed_experts
-    told = reply.top_p if reply.top_p is not None else reply.sampling_mask
-    if told is not None and reply.token_ids:
-        assert reading.top_p == ([*itertools.chain(*told)], [0, *itertools.accumulate(map(len, told))])
+    reported = reply.top_p if reply.top_p is not None else reply.sampling_mask
+    if reported is not None and reply.token_ids:
+        assert reading.top_p == ([*itertools.chain(*reported)], [0, *itertools.accumulate(map(len, reported))])
 
 
 @given(replies(), split_fractions, st.booleans(), st.sampled_from(["0.5.19", "0.5.20"]))
@@ -297,8 +297,8 @@ def test_input_logprobs_are_repeated_by_the_python_frontend_and_told_once_by_the
         ("rust", False, [pairs, pairs]),
     ):
         wire_format = SglangFormat(incremental=incremental, frontend=frontend)  # type: ignore[arg-type]
-        told = frames(b"".join(stream(reply, wire_format, [1])))
-        assert [frame["meta_info"]["input_token_logprobs"] for frame in told] == wanted, wire_format
+        reported = frames(b"".join(stream(reply, wire_format, [1])))
+        assert [frame["meta_info"]["input_token_logprobs"] for frame in reported] == wanted, wire_format
 
 
 def test_a_status_is_an_error_event_under_the_rust_frontend_and_a_finish_reason_under_the_python_one() -> None:
@@ -343,8 +343,8 @@ def test_shuffled_keys_differ_between_events_and_are_the_same_for_a_seed() -> No
     reply = Reply(token_ids=list(range(9)), pieces=["x"] * 9, finish=length(9))
 
     def orders(seed: int | None) -> list[tuple[str, ...]]:
-        told = frames(b"".join(stream(reply, SglangFormat(shuffle_keys=seed), range(9))))
-        return [(*frame, *frame["meta_info"]) for frame in told[1:-1]]
+        reported = frames(b"".join(stream(reply, SglangFormat(shuffle_keys=seed), range(9))))
+        return [(*frame, *frame["meta_info"]) for frame in reported[1:-1]]
 
     assert orders(1) == orders(1)
     assert orders(1) != orders(2)
