@@ -218,9 +218,8 @@ def test_a_rule_is_for_where_this_engine_generates() -> None:
         Config(engine="vllm", faults=Faults([{"kind": "cut", "path": "/generate"}]))
     with pytest.raises(ValueError, match="this engine generates at /generate, not at"):
         Config(faults=Faults([{"kind": "cut", "path": "/v1/completions"}]))
-    with faulty(
-        {"kind": "abort", "path": "/v1/completions", "after_tokens": 3}, {"kind": "status", "rid": "r"}
-    ) as engine:
+    rules = {"kind": "abort", "path": "/v1/completions", "after_tokens": 3}, {"kind": "status", "rid": "r"}
+    with faulty(*rules) as engine:
         assert choices(complete(engine))[-1]["finish_reason"] == "abort"
         assert generate(engine, request_id="x").status == 200
         assert generate(engine, request_id="r1").status == 500

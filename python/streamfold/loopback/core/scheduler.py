@@ -34,9 +34,8 @@ class Scheduler:
         self.requests = 0  # accepted since the start
         self.tokens = 0  # generated since the start
         self.aborts: deque[str] = deque(maxlen=config.keep_requests)  # ids as clients sent them; "*" for all
-        self.leavers: deque[str] = deque(
-            maxlen=config.keep_requests
-        )  # ids, as the engine reports them, of requests whose client disconnected
+        # Ids, as the engine reports them, of requests whose client disconnected.
+        self.leavers: deque[str] = deque(maxlen=config.keep_requests)
         self.failure: BaseException | None = None  # of the task
         self._running: dict[str, EngineRequest] = {}
         self._waiting: dict[str, EngineRequest] = {}
