@@ -183,9 +183,7 @@ def read_generate(body: Mapping[str, Any], config: Config) -> list[RequestParams
 def _outputs(params: RequestParams) -> list[RequestParams]:
     """Return the ``n`` generations of one prompt; if there are several, none has the rid that the client sent."""
     n = params.sampling.n
-    if n == 1:
-        return [params]
-    return [replace(params, rid=uuid.uuid4().hex, seed=params.seed + i) for i in range(n)]
+    return [replace(params, rid=params.rid if n == 1 else uuid.uuid4().hex, seed=params.seed + i) for i in range(n)]
 
 
 def _numbered(generations: list[RequestParams]) -> list[RequestParams]:
