@@ -1,6 +1,6 @@
 """Two rollouts on an engine of your own: begin more groups than needed, cut the rest, go on with them in the next one.
 
-Run it against any SGLang server or router, or against the engine in a box:
+Run it against any SGLang server or router, or against the loopback engine:
 
     streamfold serve &
     python examples/rollout.py http://127.0.0.1:30000

@@ -1,6 +1,6 @@
 """Stream from an engine, cut the stream in the middle, resume from its own tokens.
 
-Run it against any SGLang server, or against the engine in a box:
+Run it against any SGLang server, or against the loopback engine:
 
     streamfold serve &
     python examples/stream_and_resume.py http://127.0.0.1:30000

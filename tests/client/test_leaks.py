@@ -19,7 +19,7 @@ import pytest
 from conftest import LOOPS
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
 from streamfold.client.transport import Connection
-from streamfold.loopback.http.server import Loopback
+from streamfold.loopback import Loopback
 from support.leftovers import open_files, settled
 from support.paths import DATA
 from support.replay import DONE, HANG, PROMPT, Replay, Step, chunk, events, head, stream, until

@@ -1,7 +1,7 @@
 """Against a real server, if one is named: STREAMFOLD_SGLANG_URL, STREAMFOLD_VLLM_URL. Nobody else may be using it.
 
 Only what holds for any model and any seed is asserted: real engines do not repeat themselves to the bit. That these
-tests themselves are sound is seen on the engines in a box.
+tests themselves are sound is shown on the loopback engines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def servers() -> Iterator[Any]:
         url = os.environ.get(variable)
         unless = pytest.mark.skipif(not url, reason=f"{variable} names no running server")
         yield pytest.param((engine, url), id=engine, marks=unless)
-        yield pytest.param((engine, None), id=f"{engine} in a box")
+        yield pytest.param((engine, None), id=f"{engine}-loopback")
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -49,8 +49,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     if url is not None:
         yield engine, url
         return
-    with Loopback(engine=engine, token_rate=500) as box:
-        yield engine, box.url
+    with Loopback(engine=engine, token_rate=500) as loopback:
+        yield engine, loopback.url
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from reference import Reading, differences, exact, read
 from streamfold import StreamfoldError
+from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.sglang import wire
 from support.bodies import DONE, event, finish
 from support.folding import Folded, check_owned, fold, folded, parser_for
@@ -220,20 +221,20 @@ VERSIONS = ["0.5.11", "0.5.15.post1", "0.5.19", "0.5.23"]
 
 
 @st.composite
-def replies(draw: st.DrawFn) -> tuple[wire.Reply, wire.Dialect, list[int]]:
+def replies(draw: st.DrawFn) -> tuple[Reply, wire.SglangFormat, list[int]]:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=30))
     n = len(ids)
     frontend: Any = draw(st.sampled_from(["python", "rust"]))
-    dialect = wire.Dialect(
+    dialect = wire.SglangFormat(
         incremental=draw(st.booleans()),
         frontend=frontend,
         version=draw(st.sampled_from(VERSIONS)),
-        shuffle=draw(st.none() | st.integers(0, 9)),
+        shuffle_keys=draw(st.none() | st.integers(0, 9)),
     )
     in_queue = frontend == "python" and draw(st.booleans())
-    finishes = [wire.stopped(5), wire.stopped("END"), wire.length(n), wire.aborted()]
+    finishes = [stopped(5), stopped("END"), length(n), wire.aborted()]
     has_top_p = frontend == "python" and not in_queue and draw(st.booleans())
-    reply = wire.Reply(
+    reply = Reply(
         rid=draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
         prompt_tokens=draw(st.integers(1, 9)),
         token_ids=ids,
@@ -252,7 +253,7 @@ def replies(draw: st.DrawFn) -> tuple[wire.Reply, wire.Dialect, list[int]]:
 
 @examples
 @given(replies())
-def test_what_the_loopback_engine_writes_is_read_back(told: tuple[wire.Reply, wire.Dialect, list[int]]) -> None:
+def test_what_the_loopback_engine_writes_is_read_back(told: tuple[Reply, wire.SglangFormat, list[int]]) -> None:
     reply, dialect, sent = told
     body = b"".join(wire.stream(reply, dialect, sent))
     named = "sglang-incremental" if dialect.incremental else "sglang-cumulative"

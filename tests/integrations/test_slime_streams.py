@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from streamfold.loopback import Config, Loopback, undisturbed
-from streamfold.loopback.sglang.wire import Dialect, Reply, stopped
+from streamfold.loopback.core.reply import Reply, stopped
+from streamfold.loopback.sglang.wire import SglangFormat
 from streamfold.loopback.sglang.wire import stream as written
 from streamfold.slime import generate_streaming
 from support import bodies
@@ -49,7 +50,7 @@ def host() -> Iterator[None]:
 def served(reply: Reply, *, incremental: bool, interval: int) -> list[Any]:
     """The steps of a whole reply that is written every so many tokens."""
     cuts = range(interval, len(reply.token_ids), interval)
-    return stream(*written(reply, Dialect(incremental=incremental), cuts))
+    return stream(*written(reply, SglangFormat(incremental=incremental), cuts))
 
 
 # Modes, intervals, top-p ids and experts.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold.loopback import Faults, Loopback, Tokenizer
-from streamfold.loopback.core.models import PIECES
+from streamfold.loopback import Faults, Loopback, MockTokenizer
+from streamfold.loopback.core.model import PIECES
 from support.loopback_http import PROMPT, Answer, generate, undisturbed
 
 if TYPE_CHECKING:
@@ -37,33 +37,33 @@ def before_emoji(engine: Loopback) -> list[int]:
 
 
 def told_at(answer: Answer) -> list[str]:
-    """All text that was told, at each event."""
+    """The whole text up to each event."""
     texts = [frame["text"] for frame in answer.frames]
     return ["".join(texts[: i + 1]) for i in range(len(texts))] if answer.dialect == "sglang-incremental" else texts
 
 
 def engine_texts(
-    tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], counts: Sequence[int], *, skip: bool
+    tokenizer: MockTokenizer, prompt: Sequence[int], ids: Sequence[int], counts: Sequence[int], *, skip: bool
 ) -> Iterator[str]:
     """All text at each event, the slow and obvious way: new text is what decoding the new tokens too adds.
 
     What is decoded begins ``start`` tokens into prompt and response, ``read`` are those whose text is settled. Text
-    that ends in half a character is not: only its whole words are told.
+    that ends in half a character is not: only its whole words are sent.
     """
-    tokens, told, longest = [*prompt, *ids], "", ""
+    tokens, reported, longest = [*prompt, *ids], "", ""
     start, read = max(len(prompt) - 5, 0), len(prompt)
     for count in counts:
         end = len(prompt) + count
         settled = tokenizer.decode(tokens[start:read], skip_special_tokens=skip)
         new = tokenizer.decode(tokens[start:end], skip_special_tokens=skip)[len(settled) :]
         if count == counts[-1]:
-            told += new
+            reported += new
         elif new and not new.endswith(HALF):
-            told += new
+            reported += new
             new, start, read = "", read, end
         else:
             new = new[:-1] if "\u4e00" <= new[-2:-1] <= "\u9fff" or new[-2:-1] == "𠮷" else new[: new.rfind(" ") + 1]
-        longest = max(longest, told if count == counts[-1] else told + new, key=len)
+        longest = max(longest, reported if count == counts[-1] else reported + new, key=len)
         yield longest
 
 
@@ -77,8 +77,8 @@ def test_an_emoji_cut_in_three_vanishes_at_the_borders(engine: Loopback) -> None
     assert text(whole) == f"{word[0]}{EMOJI}{word[1]}"
 
     prompt, parts = start, []
-    for cut in (2, 2, 2):  # a word and a byte, two bytes, a byte and a word
-        answer = generate(engine, input_ids=prompt, params={"max_new_tokens": cut})
+    for count in (2, 2, 2):  # a word and a byte, two bytes, a byte and a word
+        answer = generate(engine, input_ids=prompt, params={"max_new_tokens": count})
         prompt = prompt + answer.ids
         parts.append(text(answer))
     assert prompt == start + whole.ids, "no token is lost"

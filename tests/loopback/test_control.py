@@ -1,4 +1,4 @@
-"""The loopback's other half: aborts, the queue, pauses, weight versions, clients that leave, refusals."""
+"""The loopback engine's control endpoints: aborts, queue, pauses, weight versions, client disconnects."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_abort_takes_every_rid_that_begins_so_and_no_unknown_one() -> None:
             for unknown in ("job", "", "job-100"):
                 assert post(engine, "abort_request", {"rid": unknown}).status_code == 200
             other.frame()
-            assert load(engine) == (3, 0), "nobody has exactly such an id"
+            assert load(engine) == (3, 0), "no request has exactly this id"
             assert post(engine, "abort_request", {"rid": "job-1"}).content == b""
             assert one.to_end().finish == RUNNING_ABORT
             assert ten.to_end().finish == RUNNING_ABORT
@@ -151,8 +151,8 @@ def test_a_full_queue_is_an_abort_frame_in_a_stream_and_a_status_elsewhere() -> 
         assert (refused.last["output_ids"], refused.last["text"]) == ([], "")
         whole = generate(engine, stream=False)
         assert whole.status == 503
-        told = {"message": "The request queue is full.", "type": "503", "param": None, "code": 503}
-        assert whole.json == {"object": "error", **told}
+        reported = {"message": "The request queue is full.", "type": "503", "param": None, "code": 503}
+        assert whole.json == {"object": "error", **reported}
         assert load(engine) == (1, 1)
 
 
@@ -174,8 +174,8 @@ def test_the_rust_frontend_tells_a_full_queue_as_an_error() -> None:
 def test_a_pause_in_place_silences_streams_and_loses_nothing() -> None:
     with Loopback(incremental=True, token_rate=100) as engine, opened(engine) as stream:
         stream.frame()
-        told = post(engine, "pause_generation", {"mode": "in_place"}).json()
-        assert told == {"message": "Generation paused successfully.", "status": "ok"}
+        reported = post(engine, "pause_generation", {"mode": "in_place"}).json()
+        assert reported == {"message": "Generation paused successfully.", "status": "ok"}
         tokens = engine.stats().tokens
         with opened(engine, rid="new") as new:
             assert new.response.status_code == 200, "headers come at once, events do not"
@@ -293,9 +293,9 @@ def test_tokens_keep_the_weight_version_that_they_were_sampled_under(version: st
         assert answer.read().version_spans == [("1", 0, changed), ("2", changed, 30)]
         labels = [frame["meta_info"]["weight_version"] for frame in answer.frames]
         assert labels == ["1"] * changed + ["2"] * (30 - changed)
-        told = answer.last["meta_info"].get("weight_versions")
+        reported = answer.last["meta_info"].get("weight_versions")
         spans = [{"version": "1", "start": 0, "end": changed}, {"version": "2", "start": changed, "end": 30}]
-        assert told == (None if version == "0.5.18" else spans)
+        assert reported == (None if version == "0.5.18" else spans)
         assert answer.ids == undisturbed(engine, params={"max_new_tokens": 30}).token_ids
         for name in ("model_info", "get_model_info", "server_info"):
             assert get(engine, name).json()["weight_version"] == "2"

@@ -1,4 +1,4 @@
-"""Where answers of the engine in a box end: at stop strings, by several faults at once, and with their worker."""
+"""How responses of the loopback engine end: at stop strings, by several faults at once, and when their worker dies."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_stop_string_is_seen_at_the_very_beginning_of_a_response() -> None:
             if all(word[0] == " " and word[1:].isalpha() for word in two):
                 begins_with_words += 1
                 stop = "".join(two).strip()
-                told = engine.undisturbed([300], {**asked, "stop": [stop]})
-                assert (told.finish, len(told.token_ids)) == ({"type": "stop", "matched": stop}, 2)
+                reply = engine.undisturbed([300], {**asked, "stop": [stop]})
+                assert (reply.finish, len(reply.token_ids)) == ({"type": "stop", "matched": stop}, 2)
     assert begins_with_words > 10
 
 
@@ -83,9 +83,9 @@ def test_slow_answers_end_without_a_word_when_their_worker_dies() -> None:
 def test_a_connection_that_comes_in_as_the_engine_stops_to_listen_is_not_forgotten(kind: str) -> None:
     """asyncio forgets one that was taken in and not handed over yet when its server closes: neither end ever learns."""
     with Loopback() as engine, socket.socket() as client:
-        server, background = engine._server, engine._background
+        server, thread = engine._server, engine._thread
         assert server is not None
-        assert background is not None
+        assert thread is not None
         client.settimeout(10)
 
         def stop() -> None:
@@ -101,10 +101,10 @@ def test_a_connection_that_comes_in_as_the_engine_stops_to_listen_is_not_forgott
             # In the next turn the server takes the connection in, in the one after that it is handed over.
             asyncio.get_running_loop().call_soon(stop)
 
-        background.ask(connect)
+        thread.call(connect)
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
-        gc.collect()  # what was forgotten would be told of now, as an error
+        gc.collect()  # a leaked connection would be reported now, as an error
         until(lambda: _answers(engine))
 
 

@@ -1,4 +1,4 @@
-"""Faults instead of an answer and inside the engine: what a plain socket sees of each, and what is left of it."""
+"""Faults in place of a response and inside the engine: what a plain socket sees of each kind."""
 
 from __future__ import annotations
 

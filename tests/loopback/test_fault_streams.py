@@ -157,7 +157,7 @@ def test_the_connection_stays_after_a_drip_of_what_is_not_streamed(
     assert [record for record in caplog.records if record.name == "streamfold.loopback"] == []
 
 
-# Where the bytes are cut
+# How the bytes are chunked
 
 
 @pytest.mark.parametrize("size", [1, [1, 40], 100_000])
@@ -272,7 +272,7 @@ def test_a_rewritten_event_changes_what_was_told_at_one_place(what: str) -> None
         assert frames[4]["output_ids"][2] == changed[2][1]
         engine.faults = Faults([{"kind": "rewrite", "after_events": 1, "position": 5, "what": what}])
         assert ask(engine, **EIGHT).end == "whole"
-        assert engine.faults.done == {}, "nothing was told at that place"
+        assert engine.faults.done == {}, "no token was sent at that position"
         frames = disturbed(engine, "rewrite", body=EIGHT | {"return_logprob": False}).frames
         assert frames[1]["output_ids"][0] ^ 1 == frames[2]["output_ids"][0]
 

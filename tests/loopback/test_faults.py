@@ -1,4 +1,4 @@
-"""Scripts of faults: what they say, for which requests, and that they do the same in every run."""
+"""Scripts of faults: their checks, which requests they choose, and that every run is the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXAMPLE = EXAMPLES / "faults.json"
 
 
 def chosen(*rules: dict[str, Any], seed: int = 0, requests: int = 20, **body: Any) -> list[list[int]]:
-    """For each rule the numbers of the requests that it is for, among so many streams."""
+    """For each rule the numbers of the requests that it applies to, among ``requests`` streams."""
     injector = Injector(Faults(rules, seed=seed))
     found: list[list[int]] = [[] for _ in rules]
     for number in range(requests):
@@ -97,7 +97,11 @@ def test_a_pair_draws_a_number_for_each_request_and_the_same_one_in_every_run() 
     script = Faults([{"kind": "cut", "after_bytes": [3, 6]}, {"kind": "silence", "seconds": [1, 2]}], seed=2)
 
     def drawn() -> list[tuple[int, float]]:
-        made = [[rule.make(None, None, script.chance(rule, n), print) for rule in script.rules] for n in range(200)]  # type: ignore[arg-type]  # no answer is needed
+        unused: Any = None  # no response is disturbed
+        made = [
+            [rule.make(unused, unused, unused, script.chance(rule, n), print) for rule in script.rules]
+            for n in range(200)
+        ]
         return [(cut.after_bytes, silence.seconds) for cut, silence in made]  # type: ignore[attr-defined]
 
     numbers = drawn()
@@ -111,7 +115,7 @@ def test_a_pair_draws_a_number_for_each_request_and_the_same_one_in_every_run() 
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "problems"),
     [
         ({"kind": "rset"}, ["rule 1: unknown kind 'rset'", "there are abort, comments, cut, die, "]),
         ({}, ["unknown kind None"]),
@@ -152,15 +156,15 @@ def test_a_pair_draws_a_number_for_each_request_and_the_same_one_in_every_run() 
         ({"kind": "cut", "path": "/v1/loads"}, ["rule 1 (cut): it is for /generate, not for /v1/loads"]),
     ],
 )
-def test_a_rule_that_makes_no_sense_is_an_error_that_says_what_would(rule: Any, told: list[str]) -> None:
+def test_a_rule_that_makes_no_sense_is_an_error_that_says_what_would(rule: Any, problems: list[str]) -> None:
     with pytest.raises(ValueError, match="rule 1") as raised:
         Faults([{"kind": "drop"}, rule])
-    for part in told:
+    for part in problems:
         assert part in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "problem"),
     [
         ("{", "Expecting property name"),
         ("[]", 'an object with "rules", a list, was expected'),
@@ -170,10 +174,10 @@ def test_a_rule_that_makes_no_sense_is_an_error_that_says_what_would(rule: Any, 
         ('{"rules": [{"kind": "nap"}]}', "rule 0: unknown kind 'nap'"),
     ],
 )
-def test_a_file_that_is_no_script_is_named_with_what_is_wrong(script: str, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_script_is_named_with_what_is_wrong(script: str, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     path.write_text(script, encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+    with pytest.raises(ValueError, match=re.escape(problem)) as raised:
         Faults.read(path)
     assert str(raised.value).startswith(f"{path}: ")
     with pytest.raises(FileNotFoundError):
@@ -193,14 +197,14 @@ def test_what_needs_a_cumulative_stream_is_refused_where_none_is(kind: str) -> N
 
 
 def test_the_documentation_names_every_kind_with_its_keys_and_every_condition() -> None:
-    told = dict(
+    documented = dict(
         re.findall(r"^- ``(\w+)``: (.*?)(?=^- |\n\n|\Z)", documentation.__doc__ or "", re.DOTALL | re.MULTILINE)
     )
     conditions = options.options(faults.Conditions)
-    assert set(told) == set(faults.KINDS) | set(conditions)
+    assert set(documented) == set(faults.KINDS) | set(conditions)
     for name, kind in faults.KINDS.items():
         keys = set(options.options(kind))
-        assert set(re.findall(r"``(\w+)``", told[name])) == keys, name
+        assert set(re.findall(r"``(\w+)``", documented[name])) == keys, name
 
 
 # At work

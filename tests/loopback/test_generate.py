@@ -1,4 +1,4 @@
-"""The loopback's /generate over real HTTP: what is told of a generation, and when."""
+"""The loopback engine's /generate over real HTTP: tokens, side data and the time of each event."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_not_streamed_is_what_the_last_cumulative_frame_says(cumulative:
 def test_a_generation_resumed_from_its_own_tokens_equals_the_undisturbed_one(
     engine: Loopback, temperature: float
 ) -> None:
-    """Ids, logprobs, routed experts and kept ids: cut it where you like, it goes on as if it had not been cut."""
+    """Ids, logprobs, routed experts and kept ids of a resumed generation equal those of an uninterrupted one."""
     shape = Shape(4, 2, 16)
     params = {"temperature": temperature, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
     options: dict[str, Any] = {"return_routed_experts": True}
@@ -69,11 +69,11 @@ def test_a_generation_resumed_from_its_own_tokens_equals_the_undisturbed_one(
     assert whole.logprobs is not None
     assert whole.routed_experts is not None
     assert whole.top_p is not None
-    for cut in (1, 7, 30, 59):
-        first = generate(engine, params={**params, "max_new_tokens": cut}, **options)
+    for count in (1, 7, 30, 59):
+        first = generate(engine, params={**params, "max_new_tokens": count}, **options)
         one = first.read(experts=shape, prompt_len=3)
         prompt = PROMPT + one.token_ids
-        second = generate(engine, input_ids=prompt, params={**params, "max_new_tokens": 60 - cut}, **options)
+        second = generate(engine, input_ids=prompt, params={**params, "max_new_tokens": 60 - count}, **options)
         two = second.read(experts=shape, prompt_len=len(prompt))
         assert one.token_ids + two.token_ids == whole.token_ids
         assert (one.logprobs or []) + (two.logprobs or []) == whole.logprobs
@@ -235,7 +235,7 @@ def test_a_budget_of_none_brings_one_terminal_frame_with_a_pair_too_many(engine:
     assert [pair[1] for pair in meta["output_token_logprobs"]] == first
 
 
-# What is told beside the tokens
+# Side data
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "uint16", None])
@@ -269,11 +269,11 @@ def test_old_releases_ignore_where_routed_experts_start() -> None:
 
 def test_top_p_arrays_come_only_if_asked_for_with_logprobs_under_a_filter(engine: Loopback) -> None:
     asked = {"custom_params": {"return_top_p_token_ids": True}}
-    told = generate(engine, params={**asked, "temperature": 1, "top_p": 0.5}).read()
-    assert told.top_p is not None
-    kept, offsets = told.top_p
+    reported = generate(engine, params={**asked, "temperature": 1, "top_p": 0.5}).read()
+    assert reported.top_p is not None
+    kept, offsets = reported.top_p
     assert len(offsets) == 21
-    assert all(token in kept[a:b] for token, a, b in zip(told.token_ids, offsets, offsets[1:], strict=False))
+    assert all(token in kept[a:b] for token, a, b in zip(reported.token_ids, offsets, offsets[1:], strict=False))
     assert len(kept) > 21
     greedy = generate(engine, params=asked).read()
     assert greedy.top_p == (greedy.token_ids, list(range(21))), "greedy rows hold the single token"
@@ -300,10 +300,10 @@ def test_logprobs_are_told_only_if_asked_for_and_are_null_where_wanted(engine: L
     assert not any("logprob" in key for frame in quiet.frames for key in frame["meta_info"])
     plain = generate(engine).read().logprobs
     broken = generate(engine, params={"custom_params": {"null_logprobs_at": [2, 5]}})
-    told = [frame["meta_info"]["output_token_logprobs"][0][0] for frame in broken.frames]
-    assert [i for i, value in enumerate(told) if value is None] == [2, 5]
+    reported = [frame["meta_info"]["output_token_logprobs"][0][0] for frame in broken.frames]
+    assert [i for i, value in enumerate(reported) if value is None] == [2, 5]
     assert plain is not None
-    assert [value for value in told if value is not None] == [v for i, v in enumerate(plain) if i not in {2, 5}]
+    assert [value for value in reported if value is not None] == [v for i, v in enumerate(plain) if i not in {2, 5}]
 
 
 def test_logprobs_of_the_prompt_texts_and_alternatives_are_told_if_asked_for(engine: Loopback) -> None:
@@ -423,7 +423,7 @@ def test_a_slow_reader_gets_fewer_frames_and_loses_nothing(incremental: bool) ->
     with Loopback(incremental=incremental, send_buffer=8192) as engine:
         params = {"max_new_tokens": 2000}
         with unread(engine, params=params) as read_all:
-            assert len(generate(engine).read().token_ids) == 20, "nobody else waits for it"
+            assert len(generate(engine).read().token_ids) == 20, "no other request waits for it"
             until(lambda: engine.stats().tokens == 2020)
             answer = read_all()
         assert len(answer.frames) < 1000
@@ -447,7 +447,7 @@ def test_the_configuration_says_what_is_wrong_with_it() -> None:
         ("vocab_size", 100, "at least 512"),
         ("token_rate", -1, "at least 0"),
         ("stop_probability", 2, "between 0 and 1"),
-        ("top_k", 17, "no more than num_experts, 16"),
+        ("top_k", 17, "at most num_experts, 16"),
         ("base_path", "api/", "like /api"),
         ("tokens_per_step", 0, "at least 1"),
         ("version", "0.4.0", "as from 0.5.10"),

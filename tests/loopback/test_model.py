@@ -1,4 +1,4 @@
-"""The loopback's model: everything it says is a function of the tokens before."""
+"""The mock model: everything it generates is a function of the tokens before."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.core.models import PIECES, Model
-from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.loopback.core.model import PIECES, MockModel
+from streamfold.loopback.core.tokenizer import MockTokenizer
 
-tokenizer = Tokenizer()
-model = Model(tokenizer)
+tokenizer = MockTokenizer()
+model = MockModel(tokenizer)
 tokens = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
 
 
-def generate(prompt: list[int], count: int, seed: int | None = None, of: Model = model) -> list[int]:
+def generate(prompt: list[int], count: int, seed: int | None = None, of: MockModel = model) -> list[int]:
     """Draw tokens without stopping."""
     context, salt, drawn = of.read(prompt), of.salt(seed), []
     for _ in range(count):
@@ -31,10 +31,10 @@ def generate(prompt: list[int], count: int, seed: int | None = None, of: Model =
 
 @given(tokens, st.integers(0, 60), st.none() | st.integers(-(2**70), 2**70))
 def test_a_generation_goes_on_from_any_of_its_tokens_as_if_it_had_not_been_cut(
-    prompt: list[int], cut: int, seed: int | None
+    prompt: list[int], count: int, seed: int | None
 ) -> None:
     whole = generate(prompt, 60, seed)
-    assert generate(prompt + whole[:cut], 60 - cut, seed) == whole[cut:]
+    assert generate(prompt + whole[:count], 60 - count, seed) == whole[count:]
 
 
 @given(tokens, st.data())
@@ -49,7 +49,7 @@ def test_seeds_matter_when_sampling_and_weights_always() -> None:
     prompt = tokenizer.encode(" once there was")
     greedy, one, two = (generate(prompt, 30, seed) for seed in (None, 1, 2))
     assert len({tuple(greedy), tuple(one), tuple(two)}) == 3
-    assert generate(prompt, 30, None, Model(tokenizer, seed=1)) != greedy
+    assert generate(prompt, 30, None, MockModel(tokenizer, seed=1)) != greedy
 
 
 @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=200))
@@ -70,7 +70,7 @@ def test_a_logprob_is_a_float32_widened_and_its_mean_is_about_minus_one() -> Non
 
 @pytest.mark.parametrize(("layers", "top_k", "experts"), [(4, 2, 16), (3, 8, 8), (2, 6, 60), (48, 8, 128), (1, 1, 1)])
 def test_experts_have_their_shape_and_differ_within_a_layer(layers: int, top_k: int, experts: int) -> None:
-    routed = Model(tokenizer, num_layers=layers, top_k=top_k, num_experts=experts)
+    routed = MockModel(tokenizer, num_layers=layers, top_k=top_k, num_experts=experts)
     rows = routed.experts(routed.hashes(list(range(100))))
     assert rows.shape == (100, layers, top_k)
     assert rows.dtype == np.int32
@@ -108,7 +108,7 @@ def test_no_piece_begins_another_one() -> None:
 
 def test_the_end_of_the_sequence_comes_as_often_as_it_was_set() -> None:
     for probability, low, high in ((0.0, 0, 0), (0.1, 300, 1000), (1.0, 10_000, 10_000)):
-        drawn = generate([], 10_000, of=Model(tokenizer, stop_probability=probability))
+        drawn = generate([], 10_000, of=MockModel(tokenizer, stop_probability=probability))
         assert low <= drawn.count(tokenizer.eos_token_id) <= high
 
 

@@ -1,4 +1,4 @@
-"""What the loopback refuses and how, and what it tells of itself."""
+"""What the loopback engine rejects, and what it reports about itself."""
 
 from __future__ import annotations
 
@@ -129,18 +129,18 @@ def test_only_the_key_opens_the_door() -> None:
         assert get(engine, "v1/loads").status_code == 401
 
 
-# What is told of the engine
+# Server info, load and workers
 
 
 def test_the_load_is_told_while_it_is_there() -> None:
     with Loopback(max_running_requests=1, prefill_delay=1000, version="0.5.15.post1") as engine:
         with opened(engine), opened(engine):
             until(lambda: load(engine) == (1, 1))
-            told = get(engine, "v1/loads?include=core,queues").json()
-            assert told["version"] == "0.5.15.post1"
-            assert told["loads"][0]["dp_rank"] == 0
-            assert told["loads"][0]["num_used_tokens"] == 3
-            assert told["aggregate"] == {"total_running_reqs": 1, "total_waiting_reqs": 1, "total_reqs": 2}
+            reported = get(engine, "v1/loads?include=core,queues").json()
+            assert reported["version"] == "0.5.15.post1"
+            assert reported["loads"][0]["dp_rank"] == 0
+            assert reported["loads"][0]["num_used_tokens"] == 3
+            assert reported["aggregate"] == {"total_running_reqs": 1, "total_waiting_reqs": 1, "total_reqs": 2}
             assert get(engine, "flush_cache").status_code == 400
         until(lambda: load(engine) == (0, 0))
         assert post(engine, "flush_cache").status_code == 200
@@ -149,10 +149,11 @@ def test_the_load_is_told_while_it_is_there() -> None:
 
 def test_server_info_tells_the_mode_and_the_release() -> None:
     with Loopback(incremental=True, version="0.5.20", stream_interval=3) as old, Loopback(frontend="rust") as new:
-        told = get(old, "get_server_info").json()
+        reported = get(old, "get_server_info").json()
         wanted = {"incremental_streaming_output": True, "stream_interval": 3, "version": "0.5.20"}
-        assert wanted | {"skip_tokenizer_init": False} == {key: told[key] for key in [*wanted, "skip_tokenizer_init"]}
-        assert "frontend" not in told
+        wanted["skip_tokenizer_init"] = False
+        assert {key: reported[key] for key in wanted} == wanted
+        assert "frontend" not in reported
         assert get(new, "server_info").json()["frontend"] == "rust"
         assert get(new, "server_info").json()["incremental_streaming_output"] is False
 
@@ -161,9 +162,9 @@ def test_workers_are_itself_or_those_that_were_named() -> None:
     with Loopback() as alone, Loopback(workers=("http://a:1", "http://b:2")) as router:
         (worker,) = get(alone, "workers").json()["workers"]
         assert worker["url"] == alone.url
-        told = get(router, "workers").json()
-        assert [worker["url"] for worker in told["workers"]] == ["http://a:1", "http://b:2"]
-        assert told["total"] == 2
+        reported = get(router, "workers").json()
+        assert [worker["url"] for worker in reported["workers"]] == ["http://a:1", "http://b:2"]
+        assert reported["total"] == 2
 
 
 def test_health_is_an_empty_200() -> None:
@@ -192,5 +193,5 @@ def test_the_last_requests_are_remembered_as_they_came() -> None:
         first, second = engine.seen()
         assert (first.method, first.path, first.query) == ("POST", "/generate", "")
         assert first.headers["x-smg-routing-key"] == "s"
-        assert first.body == b"", "nobody read it: it was refused at the door"
+        assert first.body == b"", "it was rejected without being read"
         assert second.json() == json.loads(json.dumps(payload(rid="b")))

@@ -1,4 +1,4 @@
-"""The router in a box: what goes through it, to whom, and what becomes of both sides when one of them leaves."""
+"""The loopback router: what it forwards, to which worker, and what it does when client or worker disconnects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.replay import (
     stream,
     until,
 )
-from support.router_http import ask, generate, plain, told
+from support.router_http import ask, generate, plain, reported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,7 +121,7 @@ async def test_who_reads_slowly_holds_up_the_worker_and_loses_nothing() -> None:
                 raw = response.aiter_raw()
                 taken = len(await anext(raw))
                 before = -1
-                while written != before:  # whatever the buffers on the way take
+                while written != before:  # as much as all buffers on the way take
                     before = written
                     await asyncio.sleep(0.3)
                 assert 0 < written < 500
@@ -139,11 +139,11 @@ async def test_a_client_that_leaves_drops_the_connection_to_the_worker(steps: li
             leaving = asyncio.create_task(client.post(f"{router.url}/generate", json=payload()))
             await until(lambda: worker.generates)
             await asyncio.sleep(0.02)
-            assert told(router, "load") == [1]
+            assert reported(router, "load") == [1]
             leaving.cancel()
             await asyncio.wait_for(worker.generates[0].peer_closed.wait(), LIMIT)
-            assert told(router, "load") == [0]
-            assert router.stats() == {worker.url: 1}, "nobody asks again for who has left"
+            assert reported(router, "load") == [0]
+            assert router.stats() == {worker.url: 1}, "no retry after the client disconnected"
 
 
 async def test_a_client_that_leaves_an_answer_in_one_piece_drops_it_too() -> None:
@@ -174,7 +174,7 @@ async def test_a_worker_that_breaks_off_breaks_off_the_stream_with_all_that_came
             async with Client(router.url) as ours:
                 with pytest.raises(StreamTruncated) as caught:
                     await ours.generate(PROMPT, {})
-            assert told(router, "load") == [0]
+            assert reported(router, "load") == [0]
     assert caught.value.partial is not None
     assert caught.value.partial.token_ids.tolist() == [1, 2]
     assert not caplog.records, "that is a worker's fault, not one of the router's"
@@ -217,7 +217,7 @@ async def test_the_last_refusal_is_passed_on_when_the_tries_are_used_up() -> Non
             response = await ask(router)
             assert (response.status_code, response.json()) == (503, {"error": "busy"})
             assert router.stats() == {worker.url: 2}
-            assert told(router, "load") == [0]
+            assert reported(router, "load") == [0]
 
 
 # Requests.

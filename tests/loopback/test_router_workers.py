@@ -1,4 +1,4 @@
-"""The router in a box and its workers: who gets a request, what is not forwarded, and that nothing is left behind."""
+"""The loopback router's workers: load balancing, headers that are not forwarded, no leaked connections or tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.descriptors import room_for
 from support.loopback_http import LIMIT, PLAIN, opened, payload, post, undisturbed
 from support.loopback_http import until as until_true
 from support.replay import DONE, PROMPT, until
-from support.router_http import ask, generate, get, told
+from support.router_http import ask, generate, get, reported
 
 DESCRIPTORS = Path("/proc/self/fd")
 NOBODY = "http://127.0.0.1:1"
@@ -47,7 +47,7 @@ def test_least_load_takes_a_worker_with_nothing_under_way() -> None:
                 generate(router, params={"max_new_tokens": 1})
             assert sorted(router.stats().values()) == [1, 4]
             assert router.stats()[busy] == 1
-        until_true(lambda: told(router, "load") == [0, 0])
+        until_true(lambda: reported(router, "load") == [0, 0])
 
 
 def test_a_routing_key_sticks_to_one_worker_and_many_keys_use_all() -> None:
@@ -82,10 +82,10 @@ def test_without_a_key_hash_is_round_robin() -> None:
 
 def test_a_worker_that_refuses_connections_is_left_alone_and_another_one_answers() -> None:
     with Loopback() as engine, Router([NOBODY, engine], down_seconds=60) as router:
-        assert told(router, "is_healthy") == [True, True]
+        assert reported(router, "is_healthy") == [True, True]
         for _ in range(4):
             assert generate(router).content.endswith(DONE)
-        assert told(router, "is_healthy") == [False, True]
+        assert reported(router, "is_healthy") == [False, True]
         assert router.stats() == {NOBODY: 0, engine.url: 4}
 
 
@@ -97,7 +97,7 @@ def test_a_worker_that_is_back_is_asked_again() -> None:
         assert generate(router).status_code == 503
         with Loopback(port=port):
             until_true(lambda: generate(router).status_code == 200)
-            assert told(router, "is_healthy") == [True]
+            assert reported(router, "is_healthy") == [True]
 
 
 @pytest.mark.parametrize("workers", [[], [NOBODY], [NOBODY, "http://127.0.0.1:2"]])
@@ -180,7 +180,7 @@ async def test_512_streams_at_once_all_come_whole() -> None:
         async with Client(router.url) as client:
             calls = [client.start([300, i], params) for i in range(512)]
             await until(lambda: one.stats().open_connections >= 256 and two.stats().open_connections >= 256, LIMIT)
-            assert await asyncio.to_thread(told, router, "load") == [256, 256]
+            assert await asyncio.to_thread(reported, router, "load") == [256, 256]
             for engine in (one, two):
                 post(engine, "continue_generation")
             generations = await asyncio.gather(*calls)
@@ -189,7 +189,7 @@ async def test_512_streams_at_once_all_come_whole() -> None:
             assert generation.token_ids.tolist() == wanted
         assert router.stats() == {one.url: 256, two.url: 256}
         await until(lambda: one.stats().open_connections + two.stats().open_connections == 0)
-        assert await asyncio.to_thread(told, router, "load") == [0, 0]
+        assert await asyncio.to_thread(reported, router, "load") == [0, 0]
 
 
 def left_behind() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The loopback as a server: it starts on a free port, holds many streams, and leaves nothing behind."""
+"""The loopback engine as a server: it starts on a free port, holds many streams, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_256_streams_at_once_all_come_whole(incremental: bool) -> None:
 def test_it_keeps_the_token_rate_and_the_prefill_delay() -> None:
     with Loopback(token_rate=100, prefill_delay=0.1) as engine:
         answer = generate(engine, params={"max_new_tokens": 21})
-        # 20 periods of 10 ms after the first token: never faster, whatever the machine.
+        # 20 periods of 10 ms after the first token: never faster, on any machine.
         assert answer.last["meta_info"]["e2e_latency"] >= 0.1 + 20 * 0.01 - 0.005
 
 
@@ -139,7 +139,7 @@ def test_a_scheduler_that_dies_ends_every_stream_with_an_error(monkeypatch: pyte
         whole = pool.submit(generate, engine, stream=False, **body)
         stream.frame()
         until(lambda: engine.stats().running == 2)
-        monkeypatch.setattr("streamfold.loopback.core.request.Request.step", lambda *_: 1 // 0)
+        monkeypatch.setattr("streamfold.loopback.core.request.EngineRequest.step", lambda *_: 1 // 0)
         error = stream.to_end().last["error"]
         assert (whole.result().status, whole.result().json["code"]) == (500, 500)
     assert (error["code"], "ZeroDivisionError" in error["message"]) == (500, True)
@@ -184,5 +184,5 @@ def test_without_the_extra_the_import_says_what_to_install(missing: str) -> None
     code = f"import sys; sys.modules[{missing!r}] = None; import streamfold.loopback"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    told = f"ImportError: the loopback engine needs {missing}: pip install 'streamfold[loopback]'"
-    assert result.stderr.strip().endswith(told)
+    reported = f"ImportError: the loopback engine needs {missing}: pip install 'streamfold[loopback]'"
+    assert result.stderr.strip().endswith(reported)

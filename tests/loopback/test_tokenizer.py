@@ -1,4 +1,4 @@
-"""The loopback's tokenizer: text and ids, whole and token by token."""
+"""The mock tokenizer: text and ids, whole and token by token."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.core.tokenizer import SPECIAL_TOKENS, WORDS, Detokenizer, Tokenizer
+from streamfold.loopback.core.tokenizer import SPECIAL_TOKENS, WORDS, Detokenizer, MockTokenizer
 
-tokenizer = Tokenizer()
+tokenizer = MockTokenizer()
 ids = st.lists(st.integers(0, tokenizer.vocab_size - 1))
 
 
@@ -52,7 +52,7 @@ def test_the_ids_of_the_vocabulary_never_move() -> None:
 
 
 def test_a_larger_vocabulary_only_adds_words_of_several_parts() -> None:
-    large = Tokenizer(200_000)
+    large = MockTokenizer(200_000)
     assert [large.piece(token) for token in range(512)] == [tokenizer.piece(token) for token in range(512)]
     first_double, first_triple = 512, 512 + 240 * 240
     assert large.piece(first_double) == b" thethe"
@@ -66,7 +66,7 @@ def test_an_id_outside_the_vocabulary_and_a_vocabulary_too_small_are_told() -> N
         with pytest.raises(ValueError, match=f"token {token} is not in a vocabulary of 512"):
             tokenizer.decode([token])
     with pytest.raises(ValueError, match="at least 512, got 300"):
-        Tokenizer(300)
+        MockTokenizer(300)
 
 
 def test_no_word_and_no_special_token_is_there_twice() -> None:

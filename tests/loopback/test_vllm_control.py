@@ -1,4 +1,4 @@
-"""Aborts, pauses and what else the loopback engine is told or asked, where it speaks vLLM."""
+"""The loopback engine's control endpoints as vLLM: aborts, pauses, load, weight versions."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def slow(**options: Any) -> Loopback:
     return Loopback(engine="vllm", token_rate=100, **options)
 
 
-def begun(stream: OpenStream) -> None:
+def started(stream: OpenStream) -> None:
     stream.frame()
 
 
-def is_beginning_of(answer: Answer, engine: Loopback, **told: Any) -> bool:
+def is_beginning_of(answer: Answer, engine: Loopback, **options: Any) -> bool:
     """Whether an answer that ended early holds what the undisturbed one begins with, and counts it right."""
-    wanted = undisturbed(engine, params={"max_tokens": max(len(ids(answer)), 1)}, **told).token_ids
+    wanted = undisturbed(engine, params={"max_tokens": max(len(ids(answer)), 1)}, **options).token_ids
     return ids(answer) == wanted[: len(ids(answer))] and usage(answer)["completion_tokens"] == len(ids(answer))
 
 
@@ -54,9 +54,9 @@ def is_beginning_of(answer: Answer, engine: Loopback, **told: Any) -> bool:
 def test_an_abort_by_id_ends_that_request_at_once_and_is_told_as_from_0_32(version: str, path: str) -> None:
     """vllm-project/vllm#47933."""
     with slow(version=version) as engine, opened(engine, request_id="a", **LONG) as one:
-        begun(one)
+        started(one)
         with opened(engine, request_id="a1", params={"max_tokens": 10}) as other:
-            begun(other)
+            started(other)
             reply = post(engine, path, {"request_ids": ["generate-tokens-a"]})
             assert reply.status_code == 200
             assert reply.content == (b"" if path == LISTED else b'{"status":"aborted","aborted":1}')
@@ -75,7 +75,7 @@ def test_an_abort_by_id_ends_that_request_at_once_and_is_told_as_from_0_32(versi
 
 def test_an_id_without_its_prefix_or_that_nobody_has_means_nothing() -> None:
     with slow() as engine, opened(engine, request_id="a", **LONG) as stream:
-        begun(stream)
+        started(stream)
         for rid in ("a", "generate-tokens-", "generate-tokens-b", ""):
             assert post(engine, LISTED, {"request_ids": [rid]}).status_code == 200
         assert post(engine, ALL, {"request_ids": ["x", "y"]}).json() == {"status": "aborted", "aborted": 2}
@@ -94,7 +94,7 @@ def test_requests_that_share_an_id_are_aborted_together() -> None:
 @pytest.mark.parametrize("body", [{}, {"request_ids": []}])
 def test_an_abort_of_all_ends_what_runs_and_what_waits(body: dict[str, Any]) -> None:
     with slow(max_running_requests=1) as engine, opened(engine, **LONG) as running:
-        begun(running)
+        started(running)
         with opened(engine, request_id="q", return_token_ids=True, **LONG) as queued:
             until_load(engine, 1, 1)
             assert post(engine, ALL, body).json() == {"status": "aborted", "aborted": 2}
@@ -135,11 +135,11 @@ def test_the_abort_of_a_completion_is_told_in_every_release(version: str) -> Non
 
 def test_tokens_that_were_held_back_for_an_interval_come_with_the_abort() -> None:
     with slow(version="0.28.0", stream_interval=1000) as engine, opened(engine, **LONG) as stream:
-        begun(stream)
+        started(stream)
         until(lambda: engine.stats().tokens > 5)
         post(engine, ALL)
         answer = stream.to_end()
-        assert choices(answer)[-1]["finish_reason"] == "abort", "told in this release, since there are tokens to tell"
+        assert choices(answer)[-1]["finish_reason"] == "abort", "sent in this version, because there are tokens left"
         assert len(ids(answer)) > 5
         assert is_beginning_of(answer, engine)
 
@@ -151,8 +151,8 @@ def test_text_that_was_held_back_for_a_stop_string_comes_with_the_abort() -> Non
         until(lambda: engine.stats().tokens > 8)
         post(engine, ALL)
         answer = stream.to_end()
-        told = "".join(choice["text"] for choice in choices(answer))
-        assert told == whole_characters(engine, ids(answer))
+        reported = "".join(choice["text"] for choice in choices(answer))
+        assert reported == whole_characters(engine, ids(answer))
         assert len(choices(answer)[-1]["text"]) == len(stop) - 1
 
 
@@ -189,20 +189,20 @@ def test_a_control_body_that_makes_no_sense_is_a_400(path: str, body: bytes, mes
 )
 def test_releases_and_flags_decide_which_paths_there_are(options: dict[str, Any], wanted: dict[str, int]) -> None:
     with Loopback(engine="vllm", **options) as engine:
-        told = {path: post(engine, path, {"request_ids": ["x"]}) for path in wanted}
-        assert {path: reply.status_code for path, reply in told.items()} == wanted
+        reported = {path: post(engine, path, {"request_ids": ["x"]}) for path in wanted}
+        assert {path: reply.status_code for path, reply in reported.items()} == wanted
         paths = get(engine, "openapi.json").json()["paths"]
         for path, status in wanted.items():
             assert (f"/{path}" in paths) == (status == 200)
             if status == 404:
-                assert told[path].content == b'{"detail":"Not Found"}'
+                assert reported[path].content == b'{"detail":"Not Found"}'
             if status == 403:
-                assert error_of_reply(told[path])["message"] == (
+                assert error_of_reply(reported[path])["message"] == (
                     "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
                 )
-                assert error_of_reply(told[path])["type"] == "PermissionDeniedError"
+                assert error_of_reply(reported[path])["type"] == "PermissionDeniedError"
         if options.get("skip_tokenizer_init") and not options.get("dev_mode", True):
-            assert told[ALL].content == b""
+            assert reported[ALL].content == b""
 
 
 def error_of_reply(reply: httpx.Response) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def error_of_reply(reply: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
 def test_a_pause_ends_what_runs_with_one_more_token_which_is_told_in_every_release(version: str) -> None:
     with slow(version=version) as engine, opened(engine, **LONG) as stream:
-        begun(stream)
+        started(stream)
         assert post(engine, "pause").json() == {"status": "paused"}
         answer = stream.to_end()
         assert choices(answer)[-1]["finish_reason"] == "abort"
@@ -235,7 +235,7 @@ def test_a_pause_ends_what_runs_with_one_more_token_which_is_told_in_every_relea
 
 def test_what_is_kept_in_a_pause_goes_on_as_if_nothing_had_been() -> None:
     with Loopback(engine="vllm", token_rate=300) as engine, opened(engine, params={"max_tokens": 60}) as stream:
-        begun(stream)
+        started(stream)
         post(engine, "pause?mode=keep")
         tokens = engine.stats().tokens
         assert load(engine) == (1, 0)
@@ -248,7 +248,7 @@ def test_what_is_kept_in_a_pause_goes_on_as_if_nothing_had_been() -> None:
 
 def test_an_abort_ends_what_is_kept_in_a_pause() -> None:
     with slow() as engine, opened(engine, request_id="a", **LONG) as stream:
-        begun(stream)
+        started(stream)
         post(engine, "pause?mode=keep")
         post(engine, LISTED, {"request_ids": ["generate-tokens-a"]})
         assert choices(stream.to_end())[-1]["token_ids"] == []
@@ -280,7 +280,7 @@ def test_a_pause_in_no_known_mode_is_a_400() -> None:
 
 def test_the_spans_of_weight_versions_follow_the_tokens() -> None:
     with slow() as engine, opened(engine, params={"max_tokens": 30}) as stream:
-        begun(stream)
+        started(stream)
         reply = post(engine, "update_weight_version", {"new_version": "step-7"})
         assert reply.json() == {"success": True, "new_version": "step-7"}
         assert get(engine, "weight_info").json() == {"weight_version": "step-7"}

@@ -1,4 +1,4 @@
-"""Generations of the loopback engine where it speaks vLLM, over real HTTP."""
+"""Generations of the loopback engine as vLLM, over real HTTP."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_generation_resumed_from_its_own_tokens_equals_the_undisturbed_one(
     sampling: dict[str, Any] = {"temperature": 0} if seed is None else {"temperature": 1, "seed": seed}
     wanted = undisturbed(engine, params={"max_tokens": 50, **sampling}).token_ids
     kept: list[int] = []
-    for cut in (1, 7, 20, 22):
-        answer = generate(engine, token_ids=PROMPT + kept, params={"max_tokens": cut, **sampling})
+    for count in (1, 7, 20, 22):
+        answer = generate(engine, token_ids=PROMPT + kept, params={"max_tokens": count, **sampling})
         kept += ids(answer)
     assert kept == wanted
 
@@ -115,13 +115,13 @@ def test_the_rust_frontend_has_headers_of_its_own_and_no_prefix() -> None:
 
 
 def test_the_id_is_the_headers_or_the_bodys_or_16_hex_digits_behind_a_prefix(engine: Loopback) -> None:
-    def told(**asked: Any) -> str:
+    def reported(**asked: Any) -> str:
         (rid,) = {frame["request_id"] for frame in generate(engine, **asked).frames}
         return str(rid)
 
-    assert told(request_id="body") == "generate-tokens-body"
-    assert told(request_id="body", headers={"X-Request-Id": "head"}) == "generate-tokens-head"
-    random = told().removeprefix("generate-tokens-")
+    assert reported(request_id="body") == "generate-tokens-body"
+    assert reported(request_id="body", headers={"X-Request-Id": "head"}) == "generate-tokens-head"
+    random = reported().removeprefix("generate-tokens-")
     assert len(random) == 16
     assert int(random, 16) >= 0
 
@@ -163,7 +163,7 @@ def test_the_end_of_the_sequence_is_kept_and_is_no_stop_reason(engine: Loopback)
     assert choices(answer)[-1]["stop_reason"] is None
     assert ids(answer)[-1] == engine.tokenizer.eos_token_id
     beyond = undisturbed(engine, params={**params, "max_tokens": len(ids(answer)) + 5})
-    assert beyond.token_ids[: len(ids(answer))] == ids(answer), "ignore_eos only goes on"
+    assert beyond.token_ids[: len(ids(answer))] == ids(answer), "with ignore_eos it continues"
     assert len(beyond.token_ids) == len(ids(answer)) + 5
 
 
@@ -205,7 +205,7 @@ def test_a_budget_that_is_not_told_is_16_in_the_oldest_releases_and_all_there_is
         assert len(ids(generate(engine, params={"max_tokens": 1000}))) == 97, "more than there is may be asked for"
 
 
-# What is told of the tokens
+# Logprobs, usage, routed experts
 
 
 @pytest.mark.parametrize(("asked", "rows"), [(0, 1), (1, 1), (3, 3), (20, 20)])
@@ -225,8 +225,8 @@ def test_as_many_candidates_as_asked_for_and_at_least_the_sampled_one(
 
 def test_logprobs_that_are_not_asked_for_are_null(engine: Loopback) -> None:
     for absent in (..., None):
-        told = choices(generate(engine, params={"logprobs": absent, "max_tokens": 3}))
-        assert {choice["logprobs"] for choice in told} == {None}
+        reported = choices(generate(engine, params={"logprobs": absent, "max_tokens": 3}))
+        assert {choice["logprobs"] for choice in reported} == {None}
 
 
 def test_a_logprob_that_is_no_number_is_the_lowest_or_null_and_refused_in_one_piece(
@@ -234,8 +234,8 @@ def test_a_logprob_that_is_no_number_is_the_lowest_or_null_and_refused_in_one_pi
 ) -> None:
     params = {"max_tokens": 3, "extra_args": {"null_logprobs_at": [1]}}
     for running, wanted in ((engine, -9999.0), (old, None)):
-        told = [e["logprob"] for c in choices(generate(running, params=params)) for e in c["logprobs"]["content"]]
-        assert (told[1], None in (told[0], told[2])) == (wanted, False)
+        reported = [e["logprob"] for c in choices(generate(running, params=params)) for e in c["logprobs"]["content"]]
+        assert (reported[1], None in (reported[0], reported[2])) == (wanted, False)
     assert generate(engine, params=params, stream=False).status == 200
     refused = generate(old, params=params, stream=False)
     assert (refused.status, refused.json["error"]["code"]) == (400, 400)
@@ -247,9 +247,9 @@ def test_a_logprob_that_is_no_number_is_the_lowest_or_null_and_refused_in_one_pi
 def test_routed_experts_come_with_the_terminal_event_as_a_npy_file(experts: int, dtype: Any, start: int) -> None:
     with Loopback(engine="vllm", return_routed_experts=True, num_layers=3, num_experts=experts) as engine:
         answer = generate(engine, params={"max_tokens": 6, "routed_experts_prompt_start": start})
-        told = [choice["routed_experts"] for choice in choices(answer)]
-        assert told[:-1] == [None] * (len(told) - 1)
-        array = np.load(io.BytesIO(base64.b64decode(told[-1], validate=True)))
+        reported = [choice["routed_experts"] for choice in choices(answer)]
+        assert reported[:-1] == [None] * (len(reported) - 1)
+        array = np.load(io.BytesIO(base64.b64decode(reported[-1], validate=True)))
         assert (array.dtype, array.shape) == (np.dtype(dtype), (3 + 6 - 1 - start, 3, 2))
         assert array.max() < experts
         reading = answer.read(prompt_len=3, experts=Shape(3, 2, dtype=dtype), experts_start=start)
@@ -281,7 +281,7 @@ def test_the_usage_comes_where_it_is_asked_for(engine: Loopback) -> None:
     assert {json.dumps(each) for each in usages(continuous_usage_stats=True)} == {"null"}, "not by itself"
     assert [each and each["completion_tokens"] for each in usages(include_usage=True)][-2:] == [None, 3]
     each = usages(include_usage=True, continuous_usage_stats=True)
-    assert [told["total_tokens"] - told["prompt_tokens"] for told in each][-2:] == [3, 3]
+    assert [reported["total_tokens"] - reported["prompt_tokens"] for reported in each][-2:] == [3, 3]
     assert "prompt_tokens_details" in each[-1]
     assert each[-2]["prompt_tokens_details"] is None
 
@@ -298,11 +298,11 @@ def test_the_ids_of_the_prompt_come_with_the_first_event_if_asked_for(engine: Lo
 def test_text_mode_tells_whole_characters_with_the_token_that_completes_them(engine: Loopback) -> None:
     """The model says emoji of several tokens now and then, and special tokens."""
     answer = generate(engine, params={"max_tokens": 600}, output_mode="text")
-    told = choices(answer)
+    reported = choices(answer)
     assert {frame["output_mode"] for frame in answer.frames} == {"text"}
-    entries = [entry for choice in told for entry in choice["logprobs"]["content"]]
+    entries = [entry for choice in reported for entry in choice["logprobs"]["content"]]
     assert all(entry["bytes"] == list(entry["token"].encode()) for entry in entries)
-    joined = "".join(choice["text"] for choice in told)
+    joined = "".join(choice["text"] for choice in reported)
     assert (
         joined
         == engine.tokenizer.decode(ids(answer))
@@ -321,8 +321,11 @@ def test_a_character_that_the_prompt_leaves_open_is_told_whole_by_the_token_that
     said = undisturbed(engine, params={"max_tokens": 3000}).token_ids
     start = next(i for i in range(len(said)) if said[i : i + 4] == emoji)
     prompt = PROMPT + said[: start + 2]
-    told = choices(generate(engine, token_ids=prompt, output_mode="text", params={"max_tokens": 2}))
-    assert [(choice["text"], choice["logprobs"]["content"][0]["token"]) for choice in told] == [("", ""), ("🙂", "🙂")]
+    sent = choices(generate(engine, token_ids=prompt, output_mode="text", params={"max_tokens": 2}))
+    assert [(choice["text"], choice["logprobs"]["content"][0]["token"]) for choice in sent] == [
+        ("", ""),
+        ("🙂", "🙂"),
+    ]
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -333,16 +336,16 @@ def test_a_stop_string_is_no_part_of_the_text_unless_asked_for_and_its_tokens_ar
     params = {"stop": word[2:], "include_stop_str_in_output": keep}
     answer = generate(engine, params=params, output_mode="text")
     assert len(ids(answer)) == place + 1
-    told = "".join(choice["text"] for choice in choices(answer))
-    assert told == whole_characters(engine, ids(answer)[:-1]) + (word if keep else word[:2])
+    reported = "".join(choice["text"] for choice in choices(answer))
+    assert reported == whole_characters(engine, ids(answer)[:-1]) + (word if keep else word[:2])
 
 
 def test_text_that_may_become_a_stop_string_is_held_back_and_the_tokens_are_not() -> None:
     with Loopback(engine="vllm", token_rate=300) as engine:
         held = "x" * 8  # never said
-        told = choices(generate(engine, params={"stop": held}, output_mode="text"))
-        texts = ["".join(choice["text"] for choice in told[: i + 1]) for i in range(len(told))]
-        tokens = [token for choice in told for token in choice["token_ids"]]
+        reported = choices(generate(engine, params={"stop": held}, output_mode="text"))
+        texts = ["".join(choice["text"] for choice in reported[: i + 1]) for i in range(len(reported))]
+        tokens = [token for choice in reported for token in choice["token_ids"]]
         for i, text in enumerate(texts[:-1]):
             whole = whole_characters(engine, tokens[: i + 1])
             assert text == whole[: max(len(whole) - 7, 0)]
@@ -394,9 +397,9 @@ def test_a_completion_tells_the_same_tokens_in_its_own_shape(engine: Loopback) -
 
 
 def test_a_completion_leaves_ids_out_unless_asked_for_and_has_16_tokens_by_default(engine: Loopback) -> None:
-    told = choices(complete(engine, return_token_ids=..., max_tokens=...))
-    assert {(choice["token_ids"], choice["prompt_token_ids"]) for choice in told} == {(None, None)}
-    assert sum(len(choice["logprobs"]["tokens"]) for choice in told) == 16
+    reported = choices(complete(engine, return_token_ids=..., max_tokens=...))
+    assert {(choice["token_ids"], choice["prompt_token_ids"]) for choice in reported} == {(None, None)}
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in reported) == 16
     named = choices(complete(engine, return_tokens_as_token_ids=True, max_tokens=2))
     for choice in named:
         assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
@@ -425,6 +428,6 @@ def test_a_client_that_leaves_ends_its_request_at_once(stream: bool) -> None:
 
 
 def test_a_body_is_read_as_leniently_as_the_engine_does(engine: Loopback) -> None:
-    told = generate(engine, token_ids=[300.0, "301", 302], stream="yes", temprature=3, params={"no_such": 1})
-    assert ids(told) == undisturbed(engine).token_ids
+    reported = generate(engine, token_ids=[300.0, "301", 302], stream="yes", temprature=3, params={"no_such": 1})
+    assert ids(reported) == undisturbed(engine).token_ids
     assert send(engine, "inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}}).status == 200

@@ -1,4 +1,4 @@
-"""What the loopback engine refuses where it speaks vLLM, how it is told to misbehave, and what cannot be set."""
+"""What the loopback engine rejects as vLLM, its faults, and its invalid settings."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
         assert generate(engine, output_mode="text").status == 400
         assert generate(engine, params={"stop": "a"}).status == 400
         assert ids(generate(engine)) == undisturbed(engine).token_ids
-        told = choices(complete(engine))
-        assert {choice["text"] for choice in told} == {""}
-        assert [token for choice in told for token in choice["token_ids"]] == undisturbed(engine).token_ids
+        reported = choices(complete(engine))
+        assert {choice["text"] for choice in reported} == {""}
+        assert [token for choice in reported for token in choice["token_ids"]] == undisturbed(engine).token_ids
     with Loopback(engine="vllm", skip_tokenizer_init=True, version="0.30.0") as engine:
-        assert len(ids(generate(engine, params={"stop": " "}))) == 20, "ignored, and nobody told"
+        assert len(ids(generate(engine, params={"stop": " "}))) == 20, "ignored, without an error"
 
 
 def test_a_full_queue_is_a_503_before_a_byte() -> None:
@@ -218,12 +218,13 @@ def test_a_rule_is_for_where_this_engine_generates() -> None:
         Config(engine="vllm", faults=Faults([{"kind": "cut", "path": "/generate"}]))
     with pytest.raises(ValueError, match="this engine generates at /generate, not at"):
         Config(faults=Faults([{"kind": "cut", "path": "/v1/completions"}]))
-    with faulty({"kind": "abort", "path": "/v1/completions", "after_tokens": 3}, {"kind": "status", "rid": "r"}) as box:
-        assert choices(complete(box))[-1]["finish_reason"] == "abort"
-        assert generate(box, request_id="x").status == 200
-        assert generate(box, request_id="r1").status == 500
-        assert generate(box, headers={"X-Request-Id": "r2"}).status == 500
-        assert box.faults.done == {"abort": 1, "status": 2}
+    rules = {"kind": "abort", "path": "/v1/completions", "after_tokens": 3}, {"kind": "status", "rid": "r"}
+    with faulty(*rules) as engine:
+        assert choices(complete(engine))[-1]["finish_reason"] == "abort"
+        assert generate(engine, request_id="x").status == 200
+        assert generate(engine, request_id="r1").status == 500
+        assert generate(engine, headers={"X-Request-Id": "r2"}).status == 500
+        assert engine.faults.done == {"abort": 1, "status": 2}
 
 
 def test_a_status_has_the_shape_of_this_engine() -> None:
@@ -313,8 +314,8 @@ def test_a_connection_that_ends_takes_the_request_with_it(rule: dict[str, Any]) 
         ({"engine": "trt"}, "engine must be one of sglang, vllm, got 'trt'"),
         ({"engine": "vllm", "version": "0.19"}, "vLLM streams tokens from 0.20 on"),
         ({"engine": "vllm", "max_logprobs": -1}, "max_logprobs must be at least 0"),
-        ({"return_routed_experts": True}, "return_routed_experts must be left alone: sglang has no such flag, got"),
-        ({"dev_mode": False}, "dev_mode must be left alone"),
+        ({"return_routed_experts": True}, "return_routed_experts must be left out: sglang has no such flag, got"),
+        ({"dev_mode": False}, "dev_mode must be left out"),
     ],
 )
 def test_what_cannot_be_set_is_told(options: dict[str, Any], reason: str) -> None:
@@ -324,7 +325,7 @@ def test_what_cannot_be_set_is_told(options: dict[str, Any], reason: str) -> Non
 
 def test_the_newest_release_is_spoken_if_none_is_named() -> None:
     assert (Config().version, Config(engine="vllm").version) == ("0.5.23", "0.32.0")
-    assert Config(engine="vllm", version="0.28").vllm.release == (0, 28)
+    assert Config(engine="vllm", version="0.28").release == (0, 28)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loopback's writer of vLLM's dialect: real events written again byte for byte, and random replies read back."""
+"""The loopback engine's vLLM writer: recorded events are reproduced byte for byte, random replies are read back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reference import read
 from streamfold.loopback.core.reply import DONE, Reply, length, stopped
 from streamfold.loopback.vllm.completions import CompletionWriter
-from streamfold.loopback.vllm.wire import Dialect, Told, Writer, aborted, stream
+from streamfold.loopback.vllm.wire import ResponseOptions, VllmFormat, VllmWriter, aborted, stream
 from support.bodies import Recording, Shape, recordings
 
 TOLD = [recording for recording in recordings("streams") if recording.name.startswith("vllm-")]
@@ -27,8 +27,8 @@ Wire = Literal["0.20", "0.22", "0.24", "0.28", "0.31", "0.32", "0.33", "rust"]
 WIRES: tuple[Wire, ...] = ("0.20", "0.22", "0.24", "0.28", "0.31", "0.32", "0.33", "rust")
 
 
-def dialect_of(wire: str) -> Dialect:
-    return Dialect(frontend="rust") if wire == "rust" else Dialect(version=wire)
+def format_of(wire: str) -> VllmFormat:
+    return VllmFormat(frontend="rust") if wire == "rust" else VllmFormat(version=wire)
 
 
 def frames(body: bytes) -> list[dict[str, Any]]:
@@ -42,16 +42,16 @@ def token_of(entry: dict[str, Any]) -> int:
     return int(entry["token_id"] if "token_id" in entry else entry["token"].removeprefix("token_id:"))
 
 
-def reply_of(told: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[Reply, list[int], dict[int, str]]:
+def reply_of(reported: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[Reply, list[int], dict[int, str]]:
     """The reply of which these were the events, the token counts of each, and the texts of other tokens."""
-    choices = [frame["choices"][0] for frame in told]
+    choices = [frame["choices"][0] for frame in reported]
     last = choices[-1]
     reply = Reply(
-        rid=told[0]["request_id"],
+        rid=reported[0]["request_id"],
         index=last["index"],
         prompt_tokens=usage.get("prompt_tokens", 3),
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-        prompt_token_ids=told[0].get("prompt_token_ids"),
+        prompt_token_ids=reported[0].get("prompt_token_ids"),
     )
     if last["finish_reason"] is not None:
         reply.finish = {"type": last["finish_reason"], "matched": last.get("stop_reason")}
@@ -61,11 +61,11 @@ def reply_of(told: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[Reply, 
         reply.versions += [span["version"]] * (span["end"] - span["start"])
     if last["logprobs"] is not None:
         reply.logprobs, reply.ranks, reply.top_logprobs, reply.logprob_texts = [], [], [], []
-    cuts: list[int] = []
+    splits: list[int] = []
     texts: dict[int, str] = {}
     for choice in choices:
         reply.token_ids += choice["token_ids"]
-        cuts.append(len(reply.token_ids))
+        splits.append(len(reply.token_ids))
         reply.pieces = [*(reply.pieces or []), choice.get("text", ""), *[""] * (len(choice["token_ids"]) - 1)]
         for token, entry in zip(choice["token_ids"], (choice["logprobs"] or {"content": []})["content"], strict=False):
             assert reply.logprobs is not None
@@ -82,36 +82,36 @@ def reply_of(told: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[Reply, 
                 reply.top_logprobs.append([(entry["logprob"], token), *others])
             else:
                 reply.top_logprobs.append([(each["logprob"], token_of(each)) for each in entry["top_logprobs"]])
-    return reply, cuts, texts
+    return reply, splits, texts
 
 
 @pytest.mark.parametrize("recording", GENERATED, ids=str)
 def test_a_recorded_stream_is_written_again_byte_for_byte(recording: Recording) -> None:
     """Key order, presence of keys, nulls, spelling of numbers, text and framing are the engine's."""
-    dialect = Dialect(version=recording.name.split("/")[0].removeprefix("vllm-"))
+    wire_format = VllmFormat(version=recording.name.split("/")[0].removeprefix("vllm-"))
     events = [event for event in recording.body.split(b"\n\n") if b'"request_id"' in event]
-    told = [json.loads(event.removeprefix(b"data: ")) for event in events]
-    usage: dict[str, Any] = next((frame["usage"] for frame in told if not frame["choices"]), {})
-    continuous = any(frame["choices"] and frame["usage"] for frame in told)
-    indices = sorted({frame["choices"][0]["index"] for frame in told if frame["choices"]})
+    reported = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    usage: dict[str, Any] = next((frame["usage"] for frame in reported if not frame["choices"]), {})
+    continuous = any(frame["choices"] and frame["usage"] for frame in reported)
+    indices = sorted({frame["choices"][0]["index"] for frame in reported if frame["choices"]})
     written: dict[int, list[bytes]] = {}
     for index in indices:
-        own = [frame for frame in told if frame["choices"] and frame["choices"][0]["index"] == index]
-        reply, cuts, texts = reply_of(own, usage)
-        asks = Told(
+        own = [frame for frame in reported if frame["choices"] and frame["choices"][0]["index"] == index]
+        reply, splits, texts = reply_of(own, usage)
+        asks = ResponseOptions(
             usage=bool(usage),
             continuous_usage=continuous,
             text=own[0].get("output_mode") == "text",
             decode=lambda token, texts=texts: texts[token],  # type: ignore[misc]
         )
-        writer = Writer(reply, dialect, asks)
-        written[index] = [writer.event(cut) for cut in (cuts if reply.finish is None else cuts[:-1])]
+        writer = VllmWriter(reply, wire_format, asks)
+        written[index] = [writer.event(tokens) for tokens in (splits if reply.finish is None else splits[:-1])]
         if reply.finish is None and recording.told["complete"] and usage:
             reply.finish = aborted()  # of which the old release tells nothing but the usage
         if reply.finish is not None:
-            written[index] += writer.ending()
+            written[index] += writer.last_events()
     mine = []
-    for frame in told:
+    for frame in reported:
         # The usage counts all answers of one request, and a reply is one answer.
         if not frame["choices"] and len(indices) > 1:
             events.remove(events[-1])
@@ -126,14 +126,14 @@ def test_a_recorded_error_event_is_written_again_byte_for_byte() -> None:
     for recording in found:
         (frame,) = [frame for frame in frames(recording.body) if "error" in frame]
         error = frame["error"]
-        written = Dialect(version="0.28").error_event(error["message"], error["code"], error["param"])
+        written = VllmFormat(version="0.28").error_event(error["message"], error["code"], error["param"])
         assert recording.body.endswith(written + DONE)
 
 
 def test_an_error_event_of_the_python_frontend_is_ascii_with_spaces_and_of_the_rust_one_compact() -> None:
-    assert Dialect().error_event("für", 503).isascii()
-    assert b'"type": "ServiceUnavailableError", "param": null' in Dialect().error_event("x", 503)
-    assert b'{"error":{"message":"f\xc3\xbcr","type":"InternalServerError"' in Dialect(frontend="rust").error_event(
+    assert VllmFormat().error_event("für", 503).isascii()
+    assert b'"type": "ServiceUnavailableError", "param": null' in VllmFormat().error_event("x", 503)
+    assert b'{"error":{"message":"f\xc3\xbcr","type":"InternalServerError"' in VllmFormat(frontend="rust").error_event(
         "für", 500
     )
 
@@ -177,10 +177,10 @@ def replies(draw: st.DrawFn) -> Reply:
     )
 
 
-cut_fractions = st.lists(st.floats(0, 1), max_size=8)
+split_fractions = st.lists(st.floats(0, 1), max_size=8)
 
 
-def cuts_at(reply: Reply, fractions: list[float]) -> list[int]:
+def splits_at(reply: Reply, fractions: list[float]) -> list[int]:
     return sorted(math.floor(fraction * len(reply.token_ids)) for fraction in fractions)
 
 
@@ -190,20 +190,20 @@ def spans(versions: list[str]) -> list[tuple[str, int, int]]:
     return list(zip(names, edges[:-1], edges[1:], strict=True))
 
 
-asks = st.builds(Told, usage=st.booleans(), continuous_usage=st.booleans(), text=st.booleans())
+asks = st.builds(ResponseOptions, usage=st.booleans(), continuous_usage=st.booleans(), text=st.booleans())
 
 
-@given(replies(), st.sampled_from(WIRES), cut_fractions, asks, st.none() | st.integers(0, 9))
+@given(replies(), st.sampled_from(WIRES), split_fractions, asks, st.none() | st.integers(0, 9))
 def test_a_reply_reads_back_as_it_was_in_every_release_and_chunking(
-    reply: Reply, wire: Wire, fractions: list[float], told: Told, shuffle: int | None
+    reply: Reply, wire: Wire, fractions: list[float], options: ResponseOptions, shuffle: int | None
 ) -> None:
     new, rust = wire in {"0.32", "0.33"}, wire == "rust"
-    text = told.text and new
-    dialect = dataclasses.replace(dialect_of(wire), shuffle=shuffle)
+    text = options.text and new
+    wire_format = dataclasses.replace(format_of(wire), shuffle_keys=shuffle)
     # No engine ends a response without its last token, and old releases tell nothing of an event without any.
-    cuts = [cut for cut in cuts_at(reply, fractions) if new or rust or cut < len(reply.token_ids)]
+    splits = [tokens for tokens in splits_at(reply, fractions) if new or rust or tokens < len(reply.token_ids)]
     reading = read(
-        b"".join(stream(reply, dialect, dataclasses.replace(told, text=text), cuts)),
+        b"".join(stream(reply, wire_format, dataclasses.replace(options, text=text), splits)),
         "vllm",
         logprobs=reply.logprobs is not None,
         prompt_len=reply.prompt_tokens,
@@ -212,7 +212,7 @@ def test_a_reply_reads_back_as_it_was_in_every_release_and_chunking(
     assert reading.error is None
     assert reading.done
     assert (reading.token_ids, reading.logprobs) == (reply.token_ids, reply.logprobs)
-    assert reading.prompt_tokens == (reply.prompt_tokens if told.usage else None)
+    assert reading.prompt_tokens == (reply.prompt_tokens if options.usage else None)
     assert reading.text == ("".join(reply.pieces or []) if text else None)
     assert reply.finish is not None
     assert reading.finish_reason == reply.finish["type"]
@@ -230,12 +230,12 @@ def test_a_reply_reads_back_as_it_was_in_every_release_and_chunking(
         assert reading.routed_experts is None
 
 
-@given(replies(), cut_fractions, st.booleans())
+@given(replies(), split_fractions, st.booleans())
 def test_a_completion_reads_back_as_it_was(reply: Reply, fractions: list[float], ids_as_text: bool) -> None:
     reply = dataclasses.replace(reply, rid="cmpl-7-0", prompt_token_ids=[5], prompt_tokens=1)
-    told = Told(usage=True, continuous_usage=True, text=True)
-    writer = CompletionWriter(reply, Dialect(), told, "m", ids_as_text=ids_as_text)
-    body = b"".join([writer.event(cut) for cut in cuts_at(reply, fractions)] + writer.ending()) + DONE
+    options = ResponseOptions(usage=True, continuous_usage=True, text=True)
+    writer = CompletionWriter(reply, VllmFormat(), options, "m", ids_as_text=ids_as_text)
+    body = b"".join([writer.event(tokens) for tokens in splits_at(reply, fractions)] + writer.last_events()) + DONE
     reading = read(body, "vllm-completions", logprobs=reply.logprobs is not None, prompt_len=1)
     assert reading.error is None
     assert (reading.token_ids, reading.logprobs) == (reply.token_ids, reply.logprobs)
@@ -246,8 +246,8 @@ def test_a_completion_reads_back_as_it_was(reply: Reply, fractions: list[float],
 # What releases tell, and what they leave out.
 
 
-def choice_of(reply: Reply, wire: str, **told: Any) -> dict[str, Any]:
-    (frame,) = frames(b"".join(stream(reply, dialect_of(wire), Told(**told))))
+def choice_of(reply: Reply, wire: str, **options: Any) -> dict[str, Any]:
+    (frame,) = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(**options))))
     (choice,) = frame["choices"]
     assert isinstance(choice, dict)
     return choice
@@ -276,8 +276,8 @@ def test_releases_differ_in_the_keys_that_they_tell(wire: str, keys: list[str]) 
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_is_no_number_is_null_or_the_lowest_logprob_as_the_release_has_it(wire: Wire) -> None:
     reply = Reply(token_ids=[5, 6], logprobs=[None, -math.inf], finish=length(2))
-    told = [entry["logprob"] for entry in choice_of(reply, wire)["logprobs"]["content"]]
-    assert told == [-9999.0 if wire in {"0.32", "0.33", "rust"} else None, -9999.0]
+    reported = [entry["logprob"] for entry in choice_of(reply, wire)["logprobs"]["content"]]
+    assert reported == [-9999.0 if wire in {"0.32", "0.33", "rust"} else None, -9999.0]
 
 
 def test_the_oldest_releases_name_every_candidate_after_the_sampled_token() -> None:
@@ -297,43 +297,43 @@ def test_an_abort_without_a_token_is_told_by_a_terminal_event_or_not_at_all(
 ) -> None:
     """vllm-project/vllm#47933: old releases send no event without tokens, but for the ids of the prompt."""
     reply = Reply(logprobs=[], finish=aborted(), prompt_token_ids=prompt_ids)
-    told = frames(b"".join(stream(reply, dialect_of(wire), Told(usage=True))))
-    assert (told[-1]["choices"], told[-1]["usage"]["completion_tokens"]) == ([], 0)
-    is_told = wire in {"0.32", "0.33", "rust"} or (wire == "0.31" and prompt_ids is not None)
-    assert [frame["choices"][0]["finish_reason"] for frame in told[:-1]] == (["abort"] if is_told else [])
+    reported = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(usage=True))))
+    assert (reported[-1]["choices"], reported[-1]["usage"]["completion_tokens"]) == ([], 0)
+    is_reported = wire in {"0.32", "0.33", "rust"} or (wire == "0.31" and prompt_ids is not None)
+    assert [frame["choices"][0]["finish_reason"] for frame in reported[:-1]] == (["abort"] if is_reported else [])
     if wire in {"0.32", "0.33"}:
-        assert told[0]["choices"][0]["weight_versions"] == []
-        assert told[0]["choices"][0]["logprobs"] == {"content": []}
+        assert reported[0]["choices"][0]["weight_versions"] == []
+        assert reported[0]["choices"][0]["logprobs"] == {"content": []}
 
 
 def test_the_ids_of_the_prompt_come_with_the_first_event_as_from_0_30() -> None:
     reply = Reply(token_ids=[5, 6], finish=length(2), prompt_token_ids=[1, 2])
     for wire, wanted in (("0.28", [None, None]), ("0.30", [[1, 2], None]), ("0.32", [[1, 2], None])):
-        told = frames(b"".join(stream(reply, dialect_of(wire), Told(), [1])))
-        assert [frame.get("prompt_token_ids") for frame in told] == wanted, wire
+        reported = frames(b"".join(stream(reply, format_of(wire), ResponseOptions(), [1])))
+        assert [frame.get("prompt_token_ids") for frame in reported] == wanted, wire
 
 
 def test_text_that_was_held_back_until_an_abort_comes_with_the_terminal_event() -> None:
     reply = Reply(token_ids=[5], pieces=["a"])
-    writer = Writer(reply, Dialect(), Told(text=True))
+    writer = VllmWriter(reply, VllmFormat(), ResponseOptions(text=True))
     writer.event(1)
     reply.pieces, reply.finish = ["ab"], aborted()
-    (event,) = writer.ending()
+    (event,) = writer.last_events()
     assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == "b"
 
 
 def test_what_cannot_be_written_is_told() -> None:
-    writer = Writer(Reply(token_ids=[5, 6]), Dialect(), Told())
+    writer = VllmWriter(Reply(token_ids=[5, 6]), VllmFormat(), ResponseOptions())
     writer.event(1)
     for tokens in (0, 3):
         with pytest.raises(ValueError, match=f"from 1 tokens to {tokens}: the reply has 2"):
             writer.event(tokens)
     with pytest.raises(ValueError, match="no finish reason"):
-        writer.ending()
+        writer.last_events()
     for wrong, reason in (
         ({"version": "0.19.1"}, "from 0.20 on"),
         ({"version": "new"}, "like 0.32.0 or 0.28"),
         ({"frontend": "go"}, "'python' or 'rust'"),
     ):
         with pytest.raises(ValueError, match=reason):
-            Dialect(**wrong)  # type: ignore[arg-type]
+            VllmFormat(**wrong)  # type: ignore[arg-type]

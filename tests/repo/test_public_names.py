@@ -15,7 +15,7 @@ EXPORTED = {
     "streamfold.slime": "SLIME close_rollout generate_rollout generate_rollout_async generate_streaming",
     "streamfold.vime": "VIME close_rollout generate_rollout generate_rollout_async generate_streaming",
     "streamfold.loopback": """
-        Config Engine Faults Loopback Router SeenRequest Stats Tokenizer create_app serve undisturbed
+        Config Engine Faults Loopback MockTokenizer Router SeenRequest Stats create_app serve undisturbed
     """,
 }
 

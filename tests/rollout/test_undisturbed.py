@@ -48,7 +48,7 @@ def run(loop: str, main: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture(autouse=True)
 def _engines_do_what_they_are_told(caplog: pytest.LogCaptureFixture) -> Any:
-    """A fault in a box must not be one of the box."""
+    """An injected fault must not be an error of the loopback engine itself."""
     yield
     records = [*caplog.get_records("call"), *caplog.get_records("teardown")]
     assert [r.getMessage() for r in records if r.levelno >= logging.ERROR and "loopback" in r.name] == []

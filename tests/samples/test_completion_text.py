@@ -10,7 +10,7 @@ import pytest
 from streamfold import Client, StreamTruncated
 from streamfold.engines.detect import ENGINES
 from streamfold.loopback import Faults, Loopback
-from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.loopback.core.tokenizer import MockTokenizer
 from streamfold.samples.completion import complete
 from streamfold.samples.merging import merge
 from streamfold.samples.sample import Sample
@@ -158,7 +158,7 @@ async def test_a_text_that_is_made_here_ends_at_its_stop_string_though_the_last_
 ) -> None:
     """As the engine's own text does, whether the response came in parts or not."""
     params: dict[str, Any] = {"stop": ["ous"], **({"no_stop_trim": True} if shows else {})}
-    tokenizer = Tokenizer()
+    tokenizer = MockTokenizer()
     ids = tokenizer.encode(" have water house")
     before = border or 0
     last = stream(VLLM.part(ids[before:], prompt=3 + before, finish="stop", matched="ous"), DONE)
@@ -265,7 +265,7 @@ async def test_a_cut_far_from_any_stop_string_is_gone_on_with(kind: Any) -> None
 class Counted:
     """A tokenizer that counts how often much was asked of it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: MockTokenizer) -> None:
         self.tokenizer = tokenizer
         self.times = 0
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.core.tokenizer import Tokenizer
+from streamfold.loopback.core.tokenizer import MockTokenizer
 from streamfold.samples.detokenizer import has_stopped_at, whole_text
 from streamfold.samples.sample import Sample
 
-TOKENIZER = Tokenizer()
+TOKENIZER = MockTokenizer()
 PROMPT = TOKENIZER.encode("tell me a story")
 
 

@@ -1,7 +1,7 @@
 """Engines that misbehave in every way there is, a client that is watched, and what must not be left of the two.
 
-The model of the engine in a box says the same whatever happens to the requests, so there is one right end for each
-sample: what one call gives that nobody disturbs. Whatever has come of it at any moment is the beginning of that.
+The loopback engine's mock model generates the same tokens whatever happens to the requests, so there is one right
+result for each sample: that of one undisturbed call. At any moment the sample must be a prefix of it.
 """
 
 from __future__ import annotations

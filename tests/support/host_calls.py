@@ -77,7 +77,7 @@ class Written(Sample):
 
 
 def boxed(*, replays: bool = False, incremental: bool = False, **options: Any) -> Loopback:
-    """The trainer's engine in a box; ``replays``: it can tell routed experts and what sampling could choose from."""
+    """The trainer's loopback engine; ``replays``: it can return routed experts and the ids that could be sampled."""
     if engine.current().name == "sglang":
         return Loopback(incremental=incremental, **options)
     flags: dict[str, Any] = {"return_routed_experts": replays, "return_sampling_mask": replays, "track_load": True}

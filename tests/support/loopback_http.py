@@ -1,4 +1,4 @@
-"""A plain client of the loopback engine: frames as they come, and whole answers, over httpx or a bare socket."""
+"""A plain client of the loopback engine: single frames and whole responses, over httpx or a bare socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from streamfold.loopback import Loopback
-    from streamfold.loopback.sglang.wire import Reply
+    from streamfold.loopback.core.reply import Reply
 
 PROMPT = [300, 301, 302]
 LIMIT = 60.0  # seconds after which something hangs
@@ -75,7 +75,7 @@ def dialect(engine: Loopback) -> str:
 
 
 def payload(**body: Any) -> dict[str, Any]:
-    """The body of a request: three tokens in, greedy, streamed, with logprobs, unless told otherwise."""
+    """The body of a request: three tokens in, greedy, streamed, with logprobs, by default."""
     params = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True, **body.pop("params", {})}
     given = {"input_ids": PROMPT, "stream": True, "return_logprob": True, "sampling_params": params, **body}
     return {key: value for key, value in given.items() if value is not ...}
@@ -102,8 +102,8 @@ def get(engine: Loopback, path: str) -> httpx.Response:
 
 def load(engine: Loopback) -> tuple[int, int]:
     """How many requests run and wait, as the engine tells."""
-    (told,) = get(engine, "v1/loads?include=core").json()["loads"]
-    return told["num_running_reqs"], told["num_waiting_reqs"]
+    (reported,) = get(engine, "v1/loads?include=core").json()["loads"]
+    return reported["num_running_reqs"], reported["num_waiting_reqs"]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -177,7 +177,7 @@ def chunks(body: bytes) -> list[bytes]:
     while True:
         size, _, rest = body.partition(b"\r\n")
         length = int(size, 16)
-        assert rest[length : length + 2] == b"\r\n", "a chunk is cut"
+        assert rest[length : length + 2] == b"\r\n", "a chunk is incomplete"
         if not length:
             return found
         found.append(rest[:length])

@@ -1,4 +1,4 @@
-"""A plain client of the loopback engine where that speaks vLLM."""
+"""A plain client of the loopback engine as vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def payload(**body: Any) -> dict[str, Any]:
-    """The body of a request: three tokens in, greedy, streamed, with logprobs, unless told otherwise."""
+    """The body of a request: three tokens in, greedy, streamed, with logprobs, by default."""
     params = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "logprobs": 1, **body.pop("params", {})}
     params = {key: value for key, value in params.items() if value is not ...}
     given = {"token_ids": PROMPT, "stream": True, "sampling_params": params, **body}
@@ -79,9 +79,9 @@ def whole_characters(engine: Loopback, tokens: list[int]) -> str:
 
 def usage(answer: Answer) -> dict[str, Any]:
     """The event that counts all."""
-    (told,) = (frame["usage"] for frame in answer.frames if not frame["choices"])
-    assert isinstance(told, dict)
-    return told
+    (reported,) = (frame["usage"] for frame in answer.frames if not frame["choices"])
+    assert isinstance(reported, dict)
+    return reported
 
 
 def load(engine: Loopback) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A client without HTTP manners: it shows what came over the wire, in which reads, and how it ended."""
+"""A raw socket client: it shows the received bytes, in which reads they arrived, and how the connection ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Heard:
 
     @property
     def chunks(self) -> list[bytes]:
-        """The chunks of the body; the last one may be cut."""
+        """The chunks of the body; the last one may be incomplete."""
         rest, found = self.raw.partition(b"\r\n\r\n")[2], []
         while rest and rest != LAST_CHUNK:
             size, _, rest = rest.partition(b"\r\n")

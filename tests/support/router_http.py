@@ -1,4 +1,4 @@
-"""A plain client of the router in a box."""
+"""A plain HTTP client of the loopback router."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def get(router: Router, path: str) -> httpx.Response:
     return httpx.get(f"{router.url}/{path}", **PLAIN)
 
 
-def told(router: Router, what: str) -> list[Any]:
+def reported(router: Router, what: str) -> list[Any]:
     """One field of each worker, as the router lists them."""
     return [worker[what] for worker in get(router, "workers").json()["workers"]]

@@ -75,7 +75,7 @@ class Speech(ABC):
 
     @abstractmethod
     def loopback(self, **options: Any) -> Loopback:
-        """An engine in a box."""
+        """A loopback engine."""
 
     @abstractmethod
     def event(
@@ -146,9 +146,9 @@ class Speech(ABC):
         """Steps that may depend on the engine."""
         return steps(self) if callable(steps) else steps
 
-    def tokenizer_of(self, box: Loopback) -> Any:
-        """The same for an engine in a box."""
-        return None if self.tokenizer is None else box.tokenizer
+    def tokenizer_of(self, loopback: Loopback) -> Any:
+        """The tokenizer of a loopback engine, for the same purpose."""
+        return None if self.tokenizer is None else loopback.tokenizer
 
     def params(self, request: Request) -> dict[str, Any]:
         """The sampling parameters of a request, as they were given to the client."""
@@ -160,11 +160,11 @@ class Speech(ABC):
         told: list[int] = request.json[self.ids_key]
         return told
 
-    def undisturbed(self, box: Loopback, prompt: Sequence[int], params: Mapping[str, Any]) -> Reply:
+    def undisturbed(self, loopback: Loopback, prompt: Sequence[int], params: Mapping[str, Any]) -> Reply:
         """What an undisturbed generation gives, for parameters as the client takes them."""
         body = ENGINES[self.engine]().payload(np.asarray(prompt, np.int32), params, RequestOptions(rid="r"))
         more = {"return_logprob": True} if self.engine == "sglang" else {}
-        return box.undisturbed(list(prompt), body["sampling_params"], **more)
+        return loopback.undisturbed(list(prompt), body["sampling_params"], **more)
 
 
 class SglangSpeech(Speech):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from streamfold.loopback import Loopback
-    from streamfold.loopback.sglang.wire import Reply
+    from streamfold.loopback.core.reply import Reply
 
 __all__ = ["Judge", "Outcome", "Report", "compare", "read_prompts", "run", "write"]
 

@@ -1,26 +1,27 @@
-"""An engine in a box: SGLang's or vLLM's wire over real HTTP, with a deterministic model, for demos and tests.
+"""Loopback engine: emulates an SGLang or vLLM server over real HTTP, with a deterministic mock model.
 
-It needs neither a GPU nor weights, and knows nothing of the rest of this package: it tests any client. ::
+For tests and demos, without GPU or weights, and with fault injection. It does not depend on the rest of streamfold: it
+can test any client. ::
 
     from streamfold.loopback import Loopback
 
     with Loopback(token_rate=100) as engine:
-        ...  # any client, against engine.url
+        ...  # any client, with the URL engine.url
         engine.stats()
 
-``Loopback(engine="vllm")`` speaks vLLM. :func:`serve` runs either in the foreground. ``wire`` and ``vllm.wire`` have
-the writers alone, without a server. ``faults`` lists how it can misbehave.
+``Loopback(engine="vllm")`` emulates vLLM. :func:`serve` runs an engine in the foreground, as ``streamfold serve`` does.
+``sglang.wire`` and ``vllm.wire`` write the engines' events without a server. ``python -m pydoc
+streamfold.loopback.faults`` lists all faults.
 """
 
 try:
+    from streamfold.loopback.app import create_app
     from streamfold.loopback.core.config import Config
-    from streamfold.loopback.core.engine import Engine, SeenRequest
-    from streamfold.loopback.core.tokenizer import Tokenizer
-    from streamfold.loopback.core.undisturbed import undisturbed
+    from streamfold.loopback.core.tokenizer import MockTokenizer
+    from streamfold.loopback.engine import Engine, SeenRequest, undisturbed
     from streamfold.loopback.faults.script import Faults
-    from streamfold.loopback.http.app import create_app
-    from streamfold.loopback.http.server import Loopback, Stats, serve
     from streamfold.loopback.router.router import Router
+    from streamfold.loopback.server import Loopback, Stats, serve
 except ModuleNotFoundError as error:
     _missing = (error.name or "").partition(".")[0]
     if _missing not in {"starlette", "uvicorn", "h11"}:
@@ -33,10 +34,10 @@ __all__ = [
     "Engine",
     "Faults",
     "Loopback",
+    "MockTokenizer",
     "Router",
     "SeenRequest",
     "Stats",
-    "Tokenizer",
     "create_app",
     "serve",
     "undisturbed",

@@ -1,1 +1,1 @@
-"""The mock model, its tokenizer, and the scheduler that batches requests; knows no wire format."""
+"""Mock model, tokenizer, request parameters and the scheduler that batches requests: no wire format, no HTTP."""

@@ -1,78 +1,76 @@
-"""What can be set on the loopback engine."""
+"""Settings of the loopback engine: which engine it emulates, its mock model, its speed, its wire format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from streamfold.loopback.core.models import Model
-from streamfold.loopback.core.tokenizer import Tokenizer
-from streamfold.loopback.sglang import wire
-from streamfold.loopback.vllm import wire as vllm_wire
+from streamfold.loopback.core.model import MockModel
+from streamfold.loopback.core.tokenizer import MockTokenizer
+from streamfold.loopback.core.versions import NEWEST, check_version, parse_version
+from streamfold.loopback.core.wire_format import FRONTENDS, Frontend
 
-if TYPE_CHECKING:
-    from streamfold.loopback.faults.script import Faults
+__all__ = ["Config", "EngineName", "FaultScript"]
 
-__all__ = ["NEWEST", "Config", "Dialect"]
+EngineName = Literal["sglang", "vllm"]
 
-# The releases whose wire is spoken if none is named.
-NEWEST = {"sglang": "0.5.23", "vllm": "0.32.0"}
 _VLLM_ONLY = frozenset(
     ("enable_scale_out", "dev_mode", "track_load", "return_routed_experts", "return_sampling_mask", "max_logprobs")
 )
+_AT_LEAST_1 = ("tokens_per_step", "max_running_requests", "stream_interval", "context_length", "num_experts")
+_AT_LEAST_0 = (
+    *("num_layers", "top_k", "prefill_delay", "keep_requests", "max_queued_requests", "leave_delay", "send_buffer"),
+    "max_logprobs",
+)
 
 
-class Dialect(Protocol):
-    """How an engine writes, as far as it matters to all of them."""
+class FaultScript(Protocol):
+    """A script of faults, :class:`streamfold.loopback.Faults`, as the configuration sees it."""
 
-    @property
-    def rust(self) -> bool:
-        """Whether the Rust frontend writes."""
-
-    def error_event(self, message: str, code: int) -> bytes:
-        """Write the event that tells of an error instead of tokens."""
-
-    def http_error(self, message: str, status: int) -> dict[str, Any]:
-        """Give the body of an answer with a status that is none of success."""
+    def check(self, engine: EngineName, *, incremental: bool) -> None:
+        """Raise ValueError if a rule is impossible in this engine and stream mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of one engine, each with a default that suits a test.
+    """All settings of one loopback engine, each with a default that suits a test.
 
-    Whom it is like: the ``engine``, "sglang" or "vllm", its ``version`` (empty: the newest that is known here) and its
-    ``frontend``.
+    Emulation: ``engine`` is "sglang" or "vllm", ``version`` the engine version to emulate (empty: the newest that is
+    supported here), ``frontend`` which of the engine's frontends answers.
 
-    Its model: ``seed`` stands for the weights, ``vocab_size`` is at least 512, ``stop_probability`` is that of the
-    end-of-sequence token at each free choice, ``num_layers``, ``top_k`` and ``num_experts`` shape the routed experts
-    (no layers: no experts to tell), ``context_length`` counts prompt and output.
+    Mock model: ``seed``; ``vocab_size``, at least 512; ``stop_probability``, the probability of the end-of-sequence
+    token at each free choice; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed experts (0 layers:
+    none are returned); ``context_length``, the limit for prompt plus output in tokens.
 
-    Its speed: ``token_rate`` in tokens per second and request (None: as fast as it goes), ``tokens_per_step`` as under
-    speculative decoding, ``prefill_delay`` in seconds before the first token, ``max_running_requests`` at once,
-    ``max_queued_requests`` waiting behind them (None: any number).
+    Speed: ``token_rate`` in tokens per second and request (None: unlimited), ``tokens_per_step`` as with speculative
+    decoding, ``prefill_delay`` in seconds before the first token, ``max_running_requests`` in the batch,
+    ``max_queued_requests`` in the queue behind it (None: unlimited).
 
-    Its wire: a ``stream_interval`` in tokens, ``skip_tokenizer_init`` (no text; vLLM's ``--tokens-only``), and
-    ``shuffle_keys``, a seed (None: the engine's own order), ``incremental`` or cumulative (vLLM: always incremental,
-    whatever is said here).
+    Wire format: ``incremental`` streams instead of cumulative ones (vLLM: always incremental, this is ignored),
+    ``stream_interval`` in tokens, ``skip_tokenizer_init`` (no text; vLLM's ``--tokens-only``), ``shuffle_keys``, a seed
+    (None: the engine's own order of keys).
 
-    vLLM's flags, for it alone: ``enable_scale_out`` (without it the token endpoint is disabled, as from 0.30, or not
-    there), ``dev_mode`` (pause, abort all, weight versions), ``track_load`` (without it ``/load`` tells 0),
+    vLLM's flags, refused for SGLang: ``enable_scale_out`` (without it the token endpoint is disabled, as from 0.30, or
+    missing), ``dev_mode`` (pause, abort all, weight versions), ``track_load`` (without it ``/load`` reports 0),
     ``return_routed_experts`` with every response, ``return_sampling_mask`` (as from 0.32), ``max_logprobs``.
 
-    Its surroundings: ``model_name``, ``api_key`` asked for as a bearer token, ``base_path`` before every path,
-    ``weight_version`` at the start, ``workers`` that it names as a router does (None: itself), ``leave_delay`` in
-    seconds from a client's leaving to the end of its request (None: never, as in some releases), ``send_buffer`` in
-    bytes that the system may hold for a slow reader (None: as it likes, which is megabytes), how many of the last HTTP
-    requests it remembers, ``keep_requests``, and the ``faults`` that it has (:mod:`streamfold.loopback.faults.script`).
+    Server: ``model_name``; ``api_key``, required as a bearer token; ``base_path`` in front of every path;
+    ``weight_version`` at the start; ``workers``, the URLs that ``/workers`` lists (None: itself); ``leave_delay`` in
+    seconds from a client's disconnect to the end of its request (None: never, as in some releases); ``send_buffer``,
+    the kernel's send buffer in bytes (None: the system's default, megabytes); ``keep_requests``, how many of the last
+    HTTP requests are kept; ``faults``, the script of faults (:mod:`streamfold.loopback.faults`).
+
+    Raises:
+        ValueError: a setting is out of range, or does not fit the engine.
     """
 
-    engine: Literal["sglang", "vllm"] = "sglang"
+    engine: EngineName = "sglang"
     version: str = ""
-    frontend: Literal["python", "rust"] = "python"
+    frontend: Frontend = "python"
 
     seed: int = 0
-    vocab_size: int = Tokenizer.SMALLEST
+    vocab_size: int = MockTokenizer.SMALLEST
     stop_probability: float = 1 / 256
     num_layers: int = 4
     top_k: int = 2
@@ -106,41 +104,37 @@ class Config:
     leave_delay: float | None = 0.0
     send_buffer: int | None = None
     keep_requests: int = 256
-    faults: Faults | None = None
+    faults: FaultScript | None = None
 
     def __post_init__(self) -> None:
+        self._check_emulation()
+        for name in _AT_LEAST_1:
+            self._require(name, at_least=1)
+        for name in _AT_LEAST_0:
+            self._require(name, at_least=0)
+        if self.token_rate is not None and self.token_rate < 0:
+            self._refuse("token_rate", "at least 0 (0 or None: unlimited)")
+        if not 0 <= self.stop_probability <= 1:
+            self._refuse("stop_probability", "between 0 and 1")
+        if self.top_k > self.num_experts:
+            self._refuse("top_k", f"at most num_experts, {self.num_experts}")
+        if self.base_path and (not self.base_path.startswith("/") or self.base_path.endswith("/")):
+            self._refuse("base_path", "empty or like /api: a slash in front, none at the end")
+        if self.faults is not None:
+            self.faults.check(self.engine, incremental=self.incremental)
+        _ = self.tokenizer  # built now, so that a vocabulary that is too small is refused here
+
+    def _check_emulation(self) -> None:
         if self.engine not in NEWEST:
             self._refuse("engine", f"one of {', '.join(NEWEST)}")
         for f in fields(self):
             if self.engine != "vllm" and f.name in _VLLM_ONLY and getattr(self, f.name) != f.default:
-                self._refuse(f.name, f"left alone: {self.engine} has no such flag")
+                self._refuse(f.name, f"left out: {self.engine} has no such flag")
         if not self.version:
             object.__setattr__(self, "version", NEWEST[self.engine])  # the class is frozen, and still being made
-        for name in ("tokens_per_step", "max_running_requests", "stream_interval", "context_length", "num_experts"):
-            self._require(name, at_least=1)
-        for name in (
-            "num_layers",
-            "top_k",
-            "prefill_delay",
-            "keep_requests",
-            "max_queued_requests",
-            "leave_delay",
-            "send_buffer",
-            "max_logprobs",
-        ):
-            self._require(name, at_least=0)
-        if self.token_rate is not None and self.token_rate < 0:
-            self._refuse("token_rate", "at least 0 (0 or None: as fast as it goes)")
-        if not 0 <= self.stop_probability <= 1:
-            self._refuse("stop_probability", "between 0 and 1")
-        if self.top_k > self.num_experts:
-            self._refuse("top_k", f"no more than num_experts, {self.num_experts}")
-        if self.base_path and (not self.base_path.startswith("/") or self.base_path.endswith("/")):
-            self._refuse("base_path", "empty or like /api, with a slash in front only")
-        if self.faults is not None:
-            self.faults.check(self.engine, incremental=self.incremental)
-        # Built now, so that what is wrong with them is told here.
-        _ = self.dialect, self.tokenizer
+        if self.frontend not in FRONTENDS:
+            self._refuse("frontend", "'python' or 'rust'")
+        check_version(self.engine, self.version, incremental=self.incremental)
 
     def _require(self, name: str, *, at_least: int) -> None:
         value = getattr(self, name)
@@ -151,32 +145,25 @@ class Config:
         msg = f"{name} must be {wanted}, got {getattr(self, name)!r}"
         raise ValueError(msg)
 
+    @cached_property
+    def release(self) -> tuple[int, ...]:
+        """The emulated version as numbers: three for SGLang, two for vLLM."""
+        return parse_version(self.engine, self.version)
+
     @property
-    def dialect(self) -> Dialect:
-        """How this engine writes."""
-        return self.vllm if self.engine == "vllm" else self.sglang
+    def rust(self) -> bool:
+        """Whether the engine's Rust frontend answers."""
+        return self.frontend == "rust"
 
     @cached_property
-    def sglang(self) -> wire.Dialect:
-        """How this engine writes, which is SGLang."""
-        return wire.Dialect(
-            incremental=self.incremental, frontend=self.frontend, version=self.version, shuffle=self.shuffle_keys
-        )
+    def tokenizer(self) -> MockTokenizer:
+        """The tokenizer; it exists with ``skip_tokenizer_init`` too."""
+        return MockTokenizer(self.vocab_size)
 
     @cached_property
-    def vllm(self) -> vllm_wire.Dialect:
-        """How this engine writes, which is vLLM."""
-        return vllm_wire.Dialect(frontend=self.frontend, version=self.version, shuffle=self.shuffle_keys)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Give the tokenizer; it exists even where the engine itself goes without."""
-        return Tokenizer(self.vocab_size)
-
-    @cached_property
-    def model(self) -> Model:
-        """Give the model; it has no state, so that one serves all requests."""
-        return Model(
+    def model(self) -> MockModel:
+        """The mock model; it has no state, so one instance serves all requests."""
+        return MockModel(
             self.tokenizer,
             seed=self.seed,
             stop_probability=self.stop_probability,

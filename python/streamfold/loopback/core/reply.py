@@ -1,4 +1,4 @@
-"""What one request has generated: the facts that every engine tells, each in its own way."""
+"""What one request has generated, before it is written in an engine's wire format; the "[DONE]" event."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Frame = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Reply:
-    """What one request has generated so far, and what else is told about it.
+    """What one request has generated so far, with its metadata.
 
-    Lists have one entry per output token; a prefix of them is a legal earlier state. ``logprobs``, ``pieces`` (the text
-    of the first n tokens is ``"".join(pieces[:n])``), ``top_p`` and the like are None where the engine tells none.
+    Lists have one entry per output token; a prefix of all of them is a valid earlier state. ``logprobs``, ``pieces``
+    (the text of the first n tokens is ``"".join(pieces[:n])``), ``top_p`` and so on are None if they are not returned.
     """
 
     rid: str = "00000000000000000000000000000000"
@@ -31,22 +31,22 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] | None = None
     pieces: list[str] | None = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)  # weight version of each token; empty: all alike
-    label: str = "default"  # the engine's weight version now
+    versions: list[str] = field(default_factory=list)  # weight version of each token; empty: all ``label``
+    label: str = "default"  # the engine's current weight version
     finish: Finish | None = None
-    in_queue: bool = False  # aborted while queued or retracted: told by a frame of its own shape
+    in_queue: bool = False  # aborted while queued or retracted; its frame has another shape
 
-    input_logprobs: list[tuple[float | None, int]] | None = None  # of the prompt; told with ``logprobs`` only
+    input_logprobs: list[tuple[float | None, int]] | None = None  # of the prompt; returned with ``logprobs`` only
     logprob_texts: list[str] | None = None
-    ranks: list[int] | None = None  # of the sampled tokens in the vocabulary; None: always the first
+    ranks: list[int] | None = None  # of the sampled tokens in the vocabulary; None: always 1
     top_logprobs: list[list[tuple[float | None, int]]] | None = None
-    spare_pair: tuple[float, int] | None = None  # the pair that comes with a request for no tokens at all
+    spare_pair: tuple[float, int] | None = None  # sent if max_new_tokens is 0
     sampling_mask: list[list[int]] | None = None
     sampling_logprobs: list[float] | None = None
     custom: dict[str, list[Any]] = field(default_factory=dict)
-    # Told with the terminal event:
+    # Sent with the terminal event:
     top_p: list[list[int]] | None = None
-    routed_experts: bytes | None = None  # little-endian ids, [rows, layers, top_k]; of vLLM a .npy file
+    routed_experts: bytes | None = None  # little-endian ids, [rows, layers, top_k]; for vLLM a .npy file
 
     prompt_token_ids: list[int] | None = None
     index: int | None = None
@@ -57,17 +57,17 @@ class Reply:
 
 
 def stopped(matched: int | str | None) -> Finish:
-    """Finish by a stop token or a stop string; None is the end of the sequence, where an engine does not name it."""
+    """Return the finish reason for a stop token or stop string; None: EOS, where the engine does not report it."""
     return {"type": "stop", "matched": matched}
 
 
 def length(max_new_tokens: int) -> Finish:
-    """Finish by the budget."""
+    """Return the finish reason for an exhausted ``max_new_tokens``."""
     return {"type": "length", "length": max_new_tokens}
 
 
 def version_spans(reply: Reply, tokens: int) -> list[Frame]:
-    """Give the weight versions of the first tokens, as half-open spans."""
+    """Return the weight versions of the first ``tokens`` tokens, as half-open spans."""
     versions: Iterable[str] = reply.versions[:tokens] or [reply.label] * tokens
     spans, start = [], 0
     for version, run in itertools.groupby(versions):
@@ -78,7 +78,7 @@ def version_spans(reply: Reply, tokens: int) -> list[Frame]:
 
 
 def shuffled(value: Any, salt: bytes) -> Any:  # noqa: ANN401  # any JSON
-    """Put the keys of each object into another order, by chance that the salt decides."""
+    """Shuffle the keys of each object; the order depends on ``salt`` alone."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [shuffled(each, salt) for each in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""One request inside the engine: a token per step, the text it makes, when it ends, and when an event is due.
+"""One request inside the engine: samples a token per step, collects its text, decides when an event is due.
 
-Nothing here waits or sends: the scheduler calls :meth:`Request.step`, whoever serves the client takes the events. What
-differs from engine to engine is left to those who override: what a request begins with, what ends it, and its writer.
+Nothing here waits or sends: the scheduler calls :meth:`EngineRequest.step`, the HTTP endpoint takes the events. Engines
+override what differs between them: stop conditions, text, reply and writer.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from streamfold.loopback.core.config import Config
-    from streamfold.loopback.core.request_params import Ask
+    from streamfold.loopback.core.request_params import RequestParams
 
-    # A count of tokens, and what is done to the request when it has so many.
-    Milestone = tuple[int, Callable[["Request"], None]]
+    # A number of tokens, and what is done to the request when it has that many.
+    Milestone = tuple[int, Callable[["EngineRequest"], None]]
 
-__all__ = ["Milestone", "Request", "Text", "Writer"]
+__all__ = ["UNSTREAMED_INTERVAL", "EngineRequest", "EventWriter", "Milestone", "VisibleText"]
 
-# How often the engine hands on what it has of a request that is not streamed.
-INTERVAL_UNSTREAMED = 50
+# Tokens between two hand-overs from the engine to its frontend for a request that is not streamed.
+UNSTREAMED_INTERVAL = 50
 
 
-class Writer(Protocol):
+class EventWriter(Protocol):
     """Writes the events of one reply, in order."""
 
     def event(self, tokens: int) -> bytes:
-        """Write the event that brings the reply to so many tokens, and is not the last."""
+        """Return the event that extends the reply to ``tokens`` tokens; not the last one."""
 
-    def ending(self) -> list[bytes]:
-        """Write the last events of a finished reply."""
+    def last_events(self) -> list[bytes]:
+        """Return the last events of a finished reply."""
 
 
-class Text(Protocol):
-    """The text of one request, as far as it may be seen."""
+class VisibleText(Protocol):
+    """The text of one request that may be sent."""
 
     @property
     def withheld(self) -> bool:
-        """Whether there must be no event now, because of what may become a stop string."""
+        """Whether no event may be sent now, because the text may become a stop string."""
 
     def close(self) -> None:
-        """Take note that the last token is in: nothing is held back any more."""
+        """Mark the text as complete: nothing is held back any more."""
 
     def take(self) -> str:
-        """Give what may be seen of the text since the last time."""
+        """Return the text that became visible since the last call."""
 
 
-class Request(ABC):
-    """A generation under way.
+class EngineRequest(ABC):
+    """A generation in progress.
 
-    ``reply`` is what there is so far, ``notify`` is called when an event may be due. The scheduler keeps its own notes
-    here: whether it is in ``prefilling``, and until when (``ready_at``), whether it is ``aborting`` or ``parked``, and
-    the ``milestones`` ahead of it.
+    ``reply`` is what has been generated so far; ``notify`` is called when an event may be due. The scheduler keeps its
+    state of the request here: ``prefilling`` until ``ready_at``, ``aborting``, ``parked``, and the ``milestones`` that
+    it has not reached.
     """
 
-    def __init__(self, ask: Ask, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
-        self.ask = ask
+    def __init__(self, params: RequestParams, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
+        self.params = params
         self.notify = notify
         self.prefilling = True
         self.ready_at = 0.0
@@ -68,92 +68,97 @@ class Request(ABC):
         self.parked = False
         self.milestones: list[Milestone] = []
         self._config = config
-        self._params = ask.params
+        self._sampling = params.sampling
         self._model, self._tokenizer = config.model, config.tokenizer
-        self._context = self._model.read(ask.prompt)
-        self._salt = self._model.salt(None if ask.params.greedy else ask.seed)
-        room = config.context_length - len(ask.prompt)
-        self._budget = room if ask.params.max_new_tokens is None else min(ask.params.max_new_tokens, room)
-        self._stop_ids = self._ends()
-        self._text = self._open_text()
-        self.reply = self._open_reply()
-        self._writer = self._open_writer()
-        self._cuts: deque[int] = deque()  # token counts at which events are due
-        self._known = 0  # tokens that the frontend has been told of: the last cut
+        self._context = self._model.read(params.prompt)
+        self._salt = self._model.salt(None if self._sampling.greedy else params.seed)
+        room = config.context_length - len(params.prompt)
+        limit = self._sampling.max_new_tokens
+        self._budget = room if limit is None else min(limit, room)
+        self._stop_ids = self._find_stop_ids()
+        self._text = self._make_text()
+        self.reply = self._make_reply()
+        self._writer = self._make_writer()
+        self._due: deque[int] = deque()  # token counts at which events are due
+        self._known = 0  # tokens that the frontend has received from the engine
         self._failure: tuple[int, str] | None = None
-        self._ending: deque[bytes] | None = None
-        self._told = False
+        self._last_events: deque[bytes] | None = None
+        self._delivered = False
 
     @abstractmethod
-    def _ends(self) -> Collection[int]:
-        """Give the tokens that end it."""
+    def _find_stop_ids(self) -> Collection[int]:
+        """Return the tokens that stop it."""
 
     @abstractmethod
-    def _open_text(self) -> Text:
-        """Give the text, empty."""
+    def _make_text(self) -> VisibleText:
+        """Return the text, still empty."""
 
     @abstractmethod
-    def _open_reply(self) -> Reply:
-        """Give the reply without any token, with a list for whatever is told of each."""
+    def _make_reply(self) -> Reply:
+        """Return the reply, without tokens, with a list for each value per token that is returned."""
 
     @abstractmethod
-    def _open_writer(self) -> Writer:
-        """Give the writer of the reply."""
+    def _make_writer(self) -> EventWriter:
+        """Return the writer of the reply."""
 
     @abstractmethod
-    def _take(self, token: int) -> Finish | None:
-        """Let a token that was just sampled into the text, and say whether it is the last one."""
+    def _accept(self, token: int) -> Finish | None:
+        """Add a sampled token to the text; return the finish reason if it is the last one."""
 
     @abstractmethod
     def _add_experts(self) -> None:
-        """Put the routed experts into a reply that has all of its tokens, if they are told."""
+        """Add the routed experts to a reply that has all of its tokens, if they are returned."""
 
     @abstractmethod
-    def _text_of(self, token: int) -> str:
-        """Give what is told as the text of a token that is in the text already."""
+    def _logprob_text(self, token: int) -> str:
+        """Return the text of a token in the logprobs; the token is in the text already."""
 
     @abstractmethod
     def _is_due(self, n: int) -> bool:
-        """Say whether the frontend learns of so many tokens now."""
+        """Return whether the engine hands over its first ``n`` tokens to the frontend now."""
+
+    @abstractmethod
+    def _failure_event(self, status: int, message: str) -> bytes:
+        """Return the event of a request that failed."""
 
     @abstractmethod
     def abort_now(self) -> None:
-        """End at once: without a step, and so without another token."""
+        """Abort without another step, so without another token."""
 
     @abstractmethod
-    def turn_away(self) -> None:
-        """End before the start, for want of room in the queue."""
+    def reject_queue_full(self) -> None:
+        """Finish before the start, because the queue is full."""
 
     @abstractmethod
     def body(self, label: str) -> dict[str, Any]:
-        """Give the answer to a request that is not streamed; ``label`` is the engine's weight version now."""
+        """Return the response body of an unstreamed request; ``label`` is the engine's current weight version."""
 
-    def inspect(self) -> bool:
-        """Look at what the engine itself checks; what it refuses has ended then. Whether it may run."""
+    def validate(self) -> bool:
+        """Check what the scheduler checks; return whether the request may run. A rejected one is finished."""
         return True
 
     @property
     def rid(self) -> str:
-        """The id of this request, which no other live one has."""
-        return self.ask.rid
+        """The id of this request, unique among the live ones."""
+        return self.params.rid
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, and only events may be left to send."""
+        """Whether it is finished; events may be left to send."""
         return self.reply.finish is not None or self._failure is not None
 
     @property
-    def told(self) -> bool:
-        """Whether the last event was taken."""
-        return self._told
+    def delivered(self) -> bool:
+        """Whether its last event was taken."""
+        return self._delivered
 
     @property
-    def refusal(self) -> tuple[int, str] | None:
-        """The status and the message, if it ended with a status."""
+    def http_failure(self) -> tuple[int, str] | None:
+        """HTTP status and message, if it failed with a status."""
         return self._failure
 
     def step(self, version: str) -> int:
-        """Generate what one step of the engine gives, under these weights; the number of tokens that it gave."""
+        """Run one step of the engine with this weight version; return the number of tokens sampled."""
         before = len(self.reply.token_ids)
         if self._budget == 0 and not self.aborting:
             self._finish_without_tokens()
@@ -161,75 +166,85 @@ class Request(ABC):
             self._sample(version)
             if len(self.reply.token_ids) - before >= self._config.tokens_per_step:
                 break
-        self._cut()
+        self._hand_over()
         return len(self.reply.token_ids) - before
 
     def fail(self, message: str, status: int = 500) -> None:
-        """End with an error event."""
+        """Finish with an error event."""
         self._failure = status, message
         self.notify()
 
     def next_event(self, label: str) -> bytes | None:
-        """Take the next event that is due, written as of now; None if there is none.
+        """Take the next event that is due, written with the current state; None if none is due.
 
-        ``label`` is the engine's weight version now. The Python frontends join all that waits into one event.
+        ``label`` is the engine's current weight version. The Python frontends join all waiting events into one.
         """
         self.reply.label = label
-        if self._told:
+        if self._delivered:
             return None
         if self._failure is not None:
-            self._told = True
+            self._delivered = True
             return self._failure_event(*self._failure)
         finished = self.reply.finish is not None
-        if self._cuts and (self._config.dialect.rust or not finished):
-            return self._writer.event(self._cuts.popleft())
+        if self._due and (self._config.rust or not finished):
+            return self._writer.event(self._due.popleft())
         if not finished:
             return None
-        if self._ending is None:
-            self._ending = deque(self._writer.ending())
-        event = self._ending.popleft() if self._ending else None
-        self._told = not self._ending
+        if self._last_events is None:
+            self._last_events = deque(self._writer.last_events())
+        event = self._last_events.popleft() if self._last_events else None
+        self._delivered = not self._last_events
         return event
 
-    def _failure_event(self, status: int, message: str) -> bytes:
-        return self._config.dialect.error_event(message, status)
-
     def _sample(self, version: str) -> None:
-        ask, reply, context, model = self.ask, self.reply, self._context, self._model
-        forbidden = self._stop_ids if len(reply.token_ids) < self._params.min_new_tokens else ()
+        reply, context, model = self.reply, self._context, self._model
+        forbidden = self._stop_ids if len(reply.token_ids) < self._sampling.min_new_tokens else ()
         token = model.draw(context, self._salt, forbidden)
         context.push(token)
-        position = len(reply.token_ids)
         reply.token_ids.append(token)
         reply.versions.append(version)
-        if reply.logprobs is not None:
-            reply.logprobs.append(None if position in ask.null_logprobs_at else model.logprob(context.hash))
-        if reply.top_logprobs is not None:
-            reply.top_logprobs.append(self._top_logprobs(token))
-        if reply.top_p is not None or reply.sampling_mask is not None:
-            kept = [token] if self._params.greedy else model.kept(context.hash, token)
-            if reply.top_p is not None:
-                reply.top_p.append(kept)
-            if reply.sampling_mask is not None:
-                reply.sampling_mask.append(kept)
-            if reply.sampling_logprobs is not None:
-                reply.sampling_logprobs.append(model.logprob(context.hash))
+        self._add_logprobs(token)
+        self._add_sampling_mask(token)
         if reply.pieces is not None:
             reply.pieces.append("")
-        finish = self._take(token)
+        finish = self._accept(token)
         if reply.logprob_texts is not None:
-            reply.logprob_texts.append(self._text_of(token))
+            reply.logprob_texts.append(self._logprob_text(token))
         if finish is not None:
             reply.finish = finish
             self._text.close()
             self._add_experts()
 
+    def _add_logprobs(self, token: int) -> None:
+        reply = self.reply
+        if reply.logprobs is None and reply.top_logprobs is None:
+            return
+        logprob = self._model.logprob(self._context.hash)
+        if reply.logprobs is not None:
+            position = len(reply.token_ids) - 1
+            reply.logprobs.append(None if position in self.params.null_logprobs_at else logprob)
+        if reply.top_logprobs is not None:
+            size = self._tokenizer.vocab_size
+            reply.top_logprobs.append([(logprob - i, (token + i) % size) for i in range(self.params.top_logprobs)])
+
+    def _add_sampling_mask(self, token: int) -> None:
+        reply = self.reply
+        if reply.top_p is None and reply.sampling_mask is None:
+            return
+        kept = [token] if self._sampling.greedy else self._model.kept(self._context.hash, token)
+        if reply.top_p is not None:
+            reply.top_p.append(kept)
+        if reply.sampling_mask is not None:
+            reply.sampling_mask.append(kept)
+        if reply.sampling_logprobs is not None:
+            reply.sampling_logprobs.append(self._model.logprob(self._context.hash))
+
     def _finish_without_tokens(self) -> None:
         self.reply.finish = length(0)
         self._add_experts()
 
-    def _cut(self) -> None:
-        """Let the frontend know what there is, if it is time."""
+    def _hand_over(self) -> None:
+        """Let the frontend know all tokens, if it is time."""
         n, finished = len(self.reply.token_ids), self.reply.finish is not None
         if not finished and (self._text.withheld or not self._is_due(n)):
             return
@@ -237,17 +252,12 @@ class Request(ABC):
             self.reply.pieces[n - 1] = self._text.take()
         self._known = n
         if not self._sends_each_delta:
-            self._cuts.clear()
-        if self.ask.stream and not finished:
-            self._cuts.append(n)
+            self._due.clear()
+        if self.params.stream and not finished:
+            self._due.append(n)
         self.notify()
 
     @property
     def _sends_each_delta(self) -> bool:
-        """Whether the frontend sends what the engine hands on, event by event, however slow the reader is."""
-        return self._config.dialect.rust
-
-    def _top_logprobs(self, token: int) -> list[tuple[float | None, int]]:
-        first = self._model.logprob(self._context.hash)
-        size = self._tokenizer.vocab_size
-        return [(first - i, (token + i) % size) for i in range(self.ask.top_logprobs)]
+        """Whether the frontend sends each hand-over as one event, even to a slow reader."""
+        return self._config.rust

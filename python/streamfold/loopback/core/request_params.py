@@ -1,4 +1,4 @@
-"""What is asked of an engine, whatever its wire calls it, and the two ways in which it says no."""
+"""Parameters of one generation, independent of the engine's wire format, and the two errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Ask", "InvalidRequest", "MalformedBody", "SamplingParams"]
+__all__ = ["InvalidRequest", "MalformedBody", "RequestParams", "SamplingParams"]
 
 
 class MalformedBody(Exception):
-    """The HTTP layer refuses the request: a status, 400 as a rule, with this object as its answer."""
+    """The HTTP layer rejects the request: ``content`` is the JSON body of the response, ``status`` usually 400."""
 
-    def __init__(self, answer: dict[str, Any], status: int = 400) -> None:
-        super().__init__(str(answer))
-        self.answer = answer
+    def __init__(self, content: dict[str, Any], status: int = 400) -> None:
+        super().__init__(str(content))
+        self.content = content
         self.status = status
 
 
 class InvalidRequest(ValueError):
-    """The engine refuses the request after the response has begun; ``param`` is what it is about, if that is told."""
+    """The engine rejects the request after the response has started; ``param`` names the parameter, if reported."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -30,9 +30,10 @@ class InvalidRequest(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters that have an effect here; ``max_new_tokens`` None is as long as the context allows.
+    """The sampling parameters that have an effect here.
 
-    ``no_stop_trim`` leaves what ended the response in its text.
+    ``max_new_tokens`` None is limited by the context length only. ``no_stop_trim`` keeps the stop string or stop token
+    in the text.
     """
 
     max_new_tokens: int | None = 128
@@ -53,27 +54,27 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether decoding is greedy."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def filtered(self) -> bool:
-        """Whether fewer ids than the vocabulary can be chosen."""
+        """Whether fewer ids than the whole vocabulary can be sampled."""
         return self.greedy or self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One generation that is asked for.
+class RequestParams:
+    """Parameters of one generation.
 
-    ``rid`` is its own among all that are live. ``null_logprobs_at`` are positions in the output whose logprob is told
-    as after a NaN.
+    ``rid`` is unique among all live requests. ``null_logprobs_at`` are positions in the output whose logprob is sent as
+    null, as after a NaN.
     """
 
     rid: str
     prompt: list[int]
-    params: SamplingParams
-    index: int | None = None  # in a body that asks for several
+    sampling: SamplingParams
+    index: int | None = None  # in a body with several generations
     seed: int = 0
     stream: bool = False
     logprobs: bool = False
@@ -81,7 +82,7 @@ class Ask:
     top_logprobs: int = 0
     logprob_texts: bool = False
     null_logprobs_at: frozenset[int] = frozenset()
-    top_p: bool = False  # the ids that sampling could choose, with the terminal event
+    top_p: bool = False  # return the ids that could be sampled, with the terminal event
     sampling_mask: bool = False  # the same, with each event
     experts: bool = False
     experts_start: int = 0

@@ -1,4 +1,4 @@
-"""The engine's inside: which requests run, which wait, and one task that steps them all."""
+"""Mock scheduler: continuous batching, queue, abort, pause and resume, and the task that steps the batch."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
     from streamfold.loopback.core.config import Config
-    from streamfold.loopback.core.request import Milestone, Request
+    from streamfold.loopback.core.request import EngineRequest, Milestone
 
 __all__ = ["Scheduler"]
 
-# How long a request that is to be aborted in the queue is there: enough to tell the client what it had.
+# Seconds between a retraction and the abort in the queue: enough to send the client the tokens so far.
 RETRACTED_SECONDS = 0.01
 
 
 class Scheduler:
-    """Runs requests in batches, one token each per step, as many at once as the batch holds.
+    """Steps a batch of requests, up to ``max_running_requests``; the others wait in a queue.
 
-    All methods belong to one event loop. :meth:`run` is the task that steps; without it nothing moves.
+    All methods must be called in one event loop. :meth:`run` is the task that steps the batch.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.weight_version = config.weight_version
-        self.requests = 0  # ever accepted
-        self.tokens = 0  # ever generated
-        self.aborts: deque[str] = deque(maxlen=config.keep_requests)  # ids as they were sent; "*" for all
-        self.leavers: deque[str] = deque(maxlen=config.keep_requests)  # ids, as they are told, whose client left
-        self.failure: BaseException | None = None  # what ended the task
-        self._running: dict[str, Request] = {}
-        self._waiting: dict[str, Request] = {}
-        self._held = False  # nobody leaves the queue: paused
-        self._frozen = False  # no steps either
-        self._open = asyncio.Event()  # new requests come in
+        self.requests = 0  # accepted since the start
+        self.tokens = 0  # generated since the start
+        self.aborts: deque[str] = deque(maxlen=config.keep_requests)  # ids as clients sent them; "*" for all
+        # Ids, as the engine reports them, of requests whose client disconnected.
+        self.leavers: deque[str] = deque(maxlen=config.keep_requests)
+        self.failure: BaseException | None = None  # of the task
+        self._running: dict[str, EngineRequest] = {}
+        self._waiting: dict[str, EngineRequest] = {}
+        self._held = False  # paused: no request leaves the queue
+        self._frozen = False  # no request is stepped either
+        self._open = asyncio.Event()  # set: new requests are accepted
         self._open.set()
-        self._drained = asyncio.Event()  # nothing runs
+        self._drained = asyncio.Event()  # set: no request runs
         self._drained.set()
         self._wake = asyncio.Event()
         self._abort_all_at = -math.inf
@@ -60,27 +61,28 @@ class Scheduler:
     @property
     def used_tokens(self) -> int:
         """Tokens, prompts included, that the running requests hold."""
-        return sum(len(r.ask.prompt) + len(r.reply.token_ids) for r in self._running.values())
+        return sum(len(r.params.prompt) + len(r.reply.token_ids) for r in self._running.values())
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for another request, not even in the queue."""
+        """Whether batch and queue are full."""
         most = self.config.max_queued_requests
         return most is not None and self.waiting >= most and not self._has_room
 
     @property
-    def live(self) -> list[Request]:
-        """All requests that have not ended, those in the queue first."""
+    def live(self) -> list[EngineRequest]:
+        """All unfinished requests, those in the queue first."""
         return [*self._waiting.values(), *self._running.values()]
 
     def is_live(self, rid: str) -> bool:
-        """Whether there is a request of this id."""
+        """Whether an unfinished request has this id."""
         return rid in self._running or rid in self._waiting
 
-    def submit(self, requests: Sequence[Request], milestones: Sequence[Milestone] = ()) -> None:
-        """Take requests in; ``milestones`` are what is to happen to each of them on its way.
+    def submit(self, requests: Sequence[EngineRequest], milestones: Sequence[Milestone] = ()) -> None:
+        """Accept requests; ``milestones`` are what is done to each of them at certain token counts.
 
-        Raises InvalidRequest if an id is not theirs alone, and then takes in none of them.
+        Raises:
+            InvalidRequest: an id is not unique among the live requests; none of the requests was accepted.
         """
         seen: set[str] = set()
         for request in requests:
@@ -92,55 +94,55 @@ class Scheduler:
             request.milestones = sorted(milestones, key=lambda milestone: milestone[0])
             self._enqueue(request)
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: EngineRequest) -> None:
         self.requests += 1
-        if not request.inspect():
+        if not request.validate():
             return
         if self.full:
-            request.turn_away()
+            request.reject_queue_full()
         else:
             self._waiting[request.rid] = request
-            self._reach(request)
+            self._run_milestones(request)
             self._admit()
             self._wake.set()
 
     @staticmethod
-    def _reach(request: Request) -> None:
-        """Do what was to be done when the request has as many tokens as it has now."""
+    def _run_milestones(request: EngineRequest) -> None:
+        """Run the milestones that the request has reached."""
         while request.milestones and not request.done and request.milestones[0][0] <= len(request.reply.token_ids):
             _, act = request.milestones.pop(0)
             act(request)
 
-    def abort(self, asked: str, requests: Iterable[Request], *, at_once: bool = False) -> None:
-        """Abort some requests; ``asked`` is the id that came, as it is remembered."""
-        self.aborts.append(asked)
+    def abort(self, sent_id: str, requests: Iterable[EngineRequest], *, at_once: bool = False) -> None:
+        """Abort some requests; ``sent_id`` is the id that the client sent, kept in ``aborts``."""
+        self.aborts.append(sent_id)
         for request in requests:
             self.abort_request(request, at_once=at_once)
 
     def abort_all(self, *, at_once: bool = False) -> None:
-        """Abort every request that was taken in."""
+        """Abort every unfinished request."""
         self._abort_all_at = asyncio.get_running_loop().time()
         self.abort("*", self.live, at_once=at_once)
 
     @property
     def since_abort_all(self) -> float:
-        """Seconds since all requests were aborted."""
+        """Seconds since the last :meth:`abort_all`."""
         return asyncio.get_running_loop().time() - self._abort_all_at
 
-    def abort_request(self, request: Request, *, at_once: bool = False) -> None:
-        """Abort one request. If it runs and need not end ``at_once``, one more token comes."""
+    def abort_request(self, request: EngineRequest, *, at_once: bool = False) -> None:
+        """Abort one request. A running one samples one more token, unless ``at_once``."""
         if request.done:
             return
         if at_once or self._waiting.get(request.rid) is request:
             self._forget(request)
             request.abort_now()
         else:
-            # It takes effect with a step, which samples one more token.
+            # It takes effect in the next step, which samples one more token.
             request.aborting = True
             self._wake.set()
 
-    def retract_and_abort(self, request: Request) -> None:
-        """Send a running request back to the queue, and abort it there a little later."""
+    def retract_and_abort(self, request: EngineRequest) -> None:
+        """Retract a running request to the queue, and abort it there a little later."""
         if self._running.pop(request.rid, None) is not None:
             self._waiting[request.rid] = request
             self._note_drained()
@@ -148,31 +150,31 @@ class Scheduler:
         request.parked = True
         asyncio.get_running_loop().call_later(RETRACTED_SECONDS, self.abort_request, request)
 
-    def turn_away(self, request: Request) -> None:
-        """Refuse a request as if the queue were full."""
+    def reject_queue_full(self, request: EngineRequest) -> None:
+        """Reject a request as if the queue were full."""
         self._forget(request)
-        request.turn_away()
+        request.reject_queue_full()
 
-    def park(self, request: Request, seconds: float | None) -> None:
-        """Leave a request in the queue, for ever if None, or until it is aborted or all requests go on."""
+    def park(self, request: EngineRequest, seconds: float | None) -> None:
+        """Leave a request in the queue for ``seconds`` (None: no limit), or until it is aborted or :meth:`resume`."""
         request.parked = True
         if seconds is not None:
             asyncio.get_running_loop().call_later(seconds, self._unpark, request)
 
-    def _unpark(self, request: Request) -> None:
+    def _unpark(self, request: EngineRequest) -> None:
         request.parked = False
         self._admit()
         self._wake.set()
 
-    def die(self) -> None:
-        """Lose all requests and all state, as a process does that is killed and started again."""
+    def lose_all(self) -> None:
+        """Lose all requests and all state, as a process that is killed and restarted."""
         for request in self.live:
             self._forget(request)
         self.weight_version = self.config.weight_version
         self.resume()
 
-    def leave(self, request: Request) -> None:
-        """Take note that the client of a request has left."""
+    def client_left(self, request: EngineRequest) -> None:
+        """Record that the client of a request disconnected; its request ends after ``leave_delay``."""
         self.leavers.append(request.reply.rid)
         delay = self.config.leave_delay
         if delay == 0:
@@ -180,9 +182,9 @@ class Scheduler:
         elif delay is not None:
             asyncio.get_running_loop().call_later(delay, self._forget, request)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: EngineRequest) -> None:
         for place in (self._running, self._waiting):
-            # The id may belong to a later request by now.
+            # A later request may have the same id.
             if place.get(request.rid) is request:
                 del place[request.rid]
         self._note_drained()
@@ -196,19 +198,19 @@ class Scheduler:
 
     @property
     def paused(self) -> bool:
-        """Whether requests are held back."""
+        """Whether requests stay in the queue."""
         return self._held
 
-    def shut(self) -> None:
-        """Take in no requests until :meth:`resume`: who asks waits in :meth:`opened`."""
+    def close(self) -> None:
+        """Accept no requests until :meth:`resume`; new ones wait in :meth:`opened`."""
         self._open.clear()
 
     def freeze(self) -> None:
-        """Let no request start and no running one take a step until :meth:`resume`."""
+        """Start and step no request until :meth:`resume`."""
         self._held = self._frozen = True
 
     async def drain(self, *, abort: bool) -> None:
-        """Let no request start until :meth:`resume`, and wait until none runs; ``abort`` has all of them end now."""
+        """Start no request until :meth:`resume`, and wait until none runs; ``abort``: abort all of them first."""
         self._held, self._frozen = True, False
         if abort:
             self.abort_all()
@@ -216,7 +218,7 @@ class Scheduler:
         await self._drained.wait()
 
     def retract(self) -> None:
-        """Send all running requests back to the queue, to its front: they go on first."""
+        """Retract all running requests to the front of the queue."""
         for request in self._running.values():
             request.reply.retractions += 1
         self._waiting = {**self._running, **self._waiting}
@@ -224,7 +226,7 @@ class Scheduler:
         self._note_drained()
 
     def resume(self) -> None:
-        """Undo :meth:`shut`, :meth:`freeze` and :meth:`drain`."""
+        """Undo :meth:`close`, :meth:`freeze` and :meth:`drain`."""
         self._held = self._frozen = False
         self._open.set()
         for request in self._waiting.values():
@@ -233,12 +235,12 @@ class Scheduler:
         self._wake.set()
 
     async def opened(self) -> None:
-        """Wait until requests are taken in."""
+        """Wait until requests are accepted."""
         await self._open.wait()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: object = None) -> AsyncIterator[None]:
-        """Step for as long as this context is open: the lifespan of an ASGI application."""
+        """Run the stepping task while this context is open: the lifespan of an ASGI application."""
         task = asyncio.create_task(self.run())
         task.add_done_callback(self._stopped)
         try:
@@ -248,17 +250,17 @@ class Scheduler:
             await asyncio.wait({task})
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
-        # Without the task nothing would ever end: nobody shall wait for that.
+        # Without the task no request would finish: no client may wait for that.
         self.failure = None if task.cancelled() else task.exception()
         for request in self.live:
             request.fail("the engine was stopped" if self.failure is None else f"the engine died: {self.failure!r}")
 
     async def run(self) -> None:
-        """Step the batch for ever, at the configured rate."""
+        """Step the batch at the configured rate until the task is cancelled."""
         clock = asyncio.get_running_loop().time
         rate = self.config.token_rate
         period = self.config.tokens_per_step / rate if rate else 0.0
-        due = clock()  # when the batch decodes next
+        due = clock()  # time of the next decoding step
         while True:
             now = clock()
             decoding = any(not request.prefilling for request in self._running.values())
@@ -271,14 +273,14 @@ class Scheduler:
             await self._wait(self._next_step(due))
 
     def _step(self, now: float, *, tick: bool) -> bool:
-        """Step what decodes if it is time, what ends its prefill, and what is aborted; whether there was any."""
+        """Step decoding requests if ``tick``, prefilled ones and aborted ones; return whether any was stepped."""
         if self._frozen:
             return False
         ready = [r for r in self._running.values() if r.aborting or (r.ready_at <= now if r.prefilling else tick)]
         for request in ready:
             request.prefilling = False
             self.tokens += request.step(self.weight_version)
-            self._reach(request)
+            self._run_milestones(request)
             if request.done:
                 self._forget(request)
         self._admit()
@@ -290,7 +292,7 @@ class Scheduler:
         return min(request.ready_at if request.prefilling else due for request in self._running.values())
 
     async def _wait(self, deadline: float | None) -> None:
-        """Wait for a moment, or for news before it; one turn of the loop at least."""
+        """Wait until the deadline or until woken, for at least one iteration of the event loop."""
         loop = asyncio.get_running_loop()
         if deadline is not None and deadline <= loop.time():
             await asyncio.sleep(0)

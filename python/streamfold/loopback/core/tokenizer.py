@@ -1,8 +1,8 @@
-"""A byte-level tokenizer without dependencies.
+"""Byte-level mock tokenizer without dependencies, and an incremental detokenizer.
 
-Ids 0 to 255 are the bytes, the next 16 the special tokens, the rest words with a leading space. A vocabulary may be
-as large as wanted: after the single words come all words of two parts (`` riverstone``), then of three, and so on,
-so that an id has a text without any table. :meth:`Tokenizer.encode` uses single words and bytes only.
+Ids 0 to 255 are the bytes, the next 16 the special tokens, the rest words with a leading space. The vocabulary can have
+any size: after the single words come all words of two parts (`` riverstone``), then of three, and so on, so the text of
+an id is computed without a table. :meth:`MockTokenizer.encode` uses single words and bytes only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "MockTokenizer"]
 
 _NUM_BYTES = 256
 
@@ -56,7 +56,7 @@ _WORD_IDS = {f" {word}": _FIRST_WORD + i for i, word in enumerate(WORDS)}
 _PIECES = re.compile("|".join([*map(re.escape, SPECIAL_TOKENS), " [a-z]+"]))
 
 
-class Tokenizer:
+class MockTokenizer:
     """Maps text to ids and back. ``vocab_size`` is at least 512: bytes, special tokens and the single words."""
 
     SMALLEST = len(_BASE_PIECES)
@@ -74,9 +74,9 @@ class Tokenizer:
         self.special_ids = range(_NUM_BYTES, _FIRST_WORD)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Turn text into ids; special tokens written out in it become their ids.
+        """Tokenize text; special tokens in the text become their ids.
 
-        ``add_special_tokens`` puts the begin-of-text token in front.
+        ``add_special_tokens`` adds the begin-of-text token in front.
         """
         ids = [self.bos_token_id] if add_special_tokens else []
         end = 0
@@ -92,12 +92,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn ids into text. Bytes that are no UTF-8 become U+FFFD."""
+        """Detokenize ids. Invalid UTF-8 becomes U+FFFD."""
         skipped = self.special_ids if skip_special_tokens else range(0)
         return b"".join(self.piece(token) for token in ids if token not in skipped).decode(errors="replace")
 
     def piece(self, token: int) -> bytes:
-        """Give the bytes of one token. Raises ValueError for an id outside the vocabulary."""
+        """Return the bytes of one token. Raises ValueError for an id outside the vocabulary."""
         if not 0 <= token < self.vocab_size:
             msg = f"token {token} is not in a vocabulary of {self.vocab_size}"
             raise ValueError(msg)
@@ -107,7 +107,7 @@ class Tokenizer:
 
 
 def _compound(number: int) -> str:
-    # Numbering in the way of spreadsheet columns: a ... z, aa, ab ... with words for letters.
+    # Numbered like spreadsheet columns, a ... z, aa, ab ..., with words in place of letters.
     parts = []
     number += 1
     while number:
@@ -117,24 +117,24 @@ def _compound(number: int) -> str:
 
 
 class Detokenizer:
-    """Decodes a stream token by token, holding back characters whose last byte has not come yet."""
+    """Detokenizes token by token; incomplete UTF-8 characters are held back."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: MockTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else range(0)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """Take the next token; give the characters that are complete now."""
+        """Add the next token; return the characters that it completes."""
         if token in self._skipped:
             return ""
         return self._decoder.decode(self._tokenizer.piece(token))
 
     @property
     def pending(self) -> bool:
-        """Whether the bytes of an incomplete character are held."""
+        """Whether bytes of an incomplete character are held back."""
         return bool(self._decoder.getstate()[0])
 
     def flush(self) -> str:
-        """Give what is held at the end of the stream: U+FFFD for an incomplete character, else nothing."""
+        """Return the rest at the end of the stream: U+FFFD for an incomplete character, otherwise nothing."""
         return self._decoder.decode(b"", final=True)

@@ -1,6 +1,6 @@
-"""The keys of a rule: numbers, which may be drawn from a range, and words. Each knows what fits it.
+"""Options of a fault's rule: their types, their checks, and numbers drawn from a range.
 
-Each function gives the metadata of a dataclass field::
+Each function returns the metadata of a dataclass field::
 
     seconds: float | None = field(default=1.0, metadata=options.number(none=True))
 """
@@ -41,7 +41,7 @@ _FRAMING = ("content-length", "transfer-encoding")
 
 @dataclass(frozen=True)
 class Option:
-    """One key: ``wanted`` says in words what ``fits`` lets through; ``draw`` makes one value of a range."""
+    """One key: ``wanted`` describes what ``fits`` accepts; ``draw`` makes one value of a range."""
 
     wanted: str
     fits: Callable[[Any], bool]
@@ -52,21 +52,21 @@ Metadata = dict[str, Option]
 
 
 def options(cls: type) -> dict[str, Option]:
-    """Give the options among the fields of a dataclass, by their names."""
+    """Return the options among the fields of a dataclass, by name."""
     return {f.name: f.metadata["option"] for f in dataclasses.fields(cls) if "option" in f.metadata}
 
 
 def count(
     least: int = 0, most: float = math.inf, *, none: bool = False, ranges: Literal["drawn", "kept", "refused"] = "drawn"
 ) -> Metadata:
-    """A whole number, or a pair of them to draw one from; a range that is "kept" is the value itself."""
+    """A whole number, or a pair of them to draw one from; with "kept" the pair itself is the value."""
 
-    def draw(value: Any, chance: random.Random) -> Any:  # noqa: ANN401  # whatever fits
+    def draw(value: Any, chance: random.Random) -> Any:  # noqa: ANN401  # any value that fits
         if not is_list(value) or ranges == "kept":
             return value
         return value[0] + math.floor(chance.random() * (value[1] + 1 - value[0]))
 
-    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+    def fits(value: Any) -> bool:  # noqa: ANN401  # any JSON
         return _is_whole(value) and least <= value <= most
 
     span = _span(least, most)
@@ -74,12 +74,12 @@ def count(
 
 
 def number(most: float = math.inf, *, none: bool = False, ranges: bool = True) -> Metadata:
-    """A number from 0 on, or a pair to draw one from."""
+    """A number from 0 on, or a pair of them to draw one from."""
 
-    def draw(value: Any, chance: random.Random) -> Any:  # noqa: ANN401  # whatever fits
+    def draw(value: Any, chance: random.Random) -> Any:  # noqa: ANN401  # any value that fits
         return value[0] + chance.random() * (value[1] - value[0]) if is_list(value) else value
 
-    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+    def fits(value: Any) -> bool:  # noqa: ANN401  # any JSON
         return (_is_whole(value) or isinstance(value, float)) and 0 <= value <= most
 
     return {"option": _ranged(Option(f"a number {_span(0, most)}", fits, draw), none=none, ranges=ranges)}
@@ -88,7 +88,7 @@ def number(most: float = math.inf, *, none: bool = False, ranges: bool = True) -
 def numbers() -> Metadata:
     """A whole number, or a list of any length."""
 
-    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+    def fits(value: Any) -> bool:  # noqa: ANN401  # any JSON
         return all(_is_whole(n) and n >= 0 for n in (value if is_list(value) else [value]))
 
     return {"option": Option("a whole number from 0 on, or a list of them", fits)}
@@ -100,7 +100,7 @@ def choice(*words: str) -> Metadata:
 
 
 def flag() -> Metadata:
-    """A yes or no."""
+    """A boolean."""
     return {"option": Option("true or false", lambda value: isinstance(value, bool))}
 
 
@@ -114,7 +114,7 @@ def text(*, none: bool = False) -> Metadata:
 
 
 def path() -> Metadata:
-    """What is asked for, or null."""
+    """A path of the engine, or null."""
 
     def fits(value: object) -> bool:
         return value is None or (isinstance(value, str) and value.startswith("/"))
@@ -123,7 +123,7 @@ def path() -> Metadata:
 
 
 def headers() -> Metadata:
-    """The headers of an answer. How long it is, is told by who writes it."""
+    """The headers of a response, except those that give its length."""
 
     def fits(value: object) -> bool:
         return isinstance(value, dict) and all(
@@ -149,7 +149,7 @@ def is_list(value: object) -> bool:
 
 
 def _is_json(value: object) -> bool:
-    """Whether it can be written down as it is: no NaN, no half of a surrogate pair, no number without end."""
+    """Whether it can be encoded without loss: no NaN, no lone surrogate, no number beyond 64 bits."""
     try:
         orjson.dumps(value)
         json.dumps(value, allow_nan=False)
@@ -163,9 +163,9 @@ def _is_whole(value: object) -> bool:
 
 
 def _ranged(option: Option, *, none: bool, ranges: bool) -> Option:
-    """Let a pair through too, and null."""
+    """Accept a pair or null, too."""
 
-    def fits(value: Any) -> bool:  # noqa: ANN401  # whatever JSON holds
+    def fits(value: Any) -> bool:  # noqa: ANN401  # any JSON
         if is_list(value):
             return ranges and len(value) == 2 and all(map(option.fits, value)) and value[0] <= value[1]
         return none if value is None else option.fits(value)

@@ -1,101 +1,34 @@
-"""What a fault is, and the kinds that come instead of an answer or happen inside the engine.
-
-An answer passes through its faults in the order of the script, and each sees what the one before it left. They act
-behind the writer, or tell the scheduler what to do: the model goes on undisturbed.
-"""
+"""Kinds of faults that replace a response (HTTP error, dropped connection, dead worker) or act inside the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from streamfold.loopback.faults import options
+from streamfold.loopback.faults.fault import Fault
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
     from starlette.types import Message
 
-    from streamfold.loopback.core.request import Request
-    from streamfold.loopback.core.scheduler import Scheduler
-    from streamfold.loopback.http.answer import Answer, Ending
+    from streamfold.loopback.core.request import EngineRequest
+    from streamfold.loopback.http.response_writer import ConnectionEnd
 
-__all__ = ["KINDS", "Fault", "Needs"]
-
-# What an answer must be for a fault: any at all, one that is generated, a stream of it, or a stream that repeats.
-Needs = Literal["anything", "generate", "stream", "cumulative"]
+__all__ = ["KINDS"]
 
 _WITHOUT_BODY = (204, 304)
 
 
-@dataclass(kw_only=True)
-class Fault:
-    """One fault in one answer; this one lets everything pass. Kinds override what they disturb."""
-
-    answer: Answer
-    then: Fault | Answer  # who gets what this one lets through
-    chance: random.Random
-    note: Callable[[str], None]  # counts a kind that happened
-    events: int = field(default=0, init=False)  # let through
-    noted: bool = field(default=False, init=False)
-
-    kind: ClassVar[str]
-    needs: ClassVar[Needs] = "stream"
-    retracts: ClassVar[bool] = False  # which not every engine does
-
-    async def begin(self) -> bool:
-        """Act before the engine hears of the request; whether it shall hear of it."""
-        return True
-
-    async def head(self, message: Message) -> None:
-        """Pass the status and the headers on."""
-        await self.then.head(message)
-
-    async def event(self, data: bytes) -> None:
-        """Pass an event on, or the whole body of what is no stream."""
-        self.events += 1
-        await self.then.event(data)
-
-    async def partial(self, data: bytes, size: int) -> None:
-        """Pass the beginning of an event of so many bytes on."""
-        await self.then.partial(data, size)
-
-    async def end(self) -> None:
-        """Pass the end of the answer on."""
-        await self.then.end()
-
-    def happened(self) -> None:
-        """Take note that the answer is disturbed now; it counts once."""
-        if not self.noted:
-            self.noted = True
-            self.note(self.kind)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The engine's inside."""
-        return self.answer.engine.scheduler
-
-    def order(self, tokens: int, act: Callable[[Request], None]) -> None:
-        """Have the engine do something when the request has so many tokens; then it happened."""
-
-        def reached(request: Request) -> None:
-            self.happened()
-            act(request)
-
-        self.answer.milestones.append((tokens, reached))
-
-
-# Instead of an answer
+# In place of a response
 
 
 @dataclass(kw_only=True)
 class _Status(Fault):
-    """Answer with an HTTP status. ``body`` is a string, or an object for JSON; else it is the engine's own.
+    """Respond with an HTTP status. ``body`` is a string or any JSON; by default the engine's own error.
 
-    A status that HTTP allows no body comes without one, and without headers that tell of one.
+    A status that HTTP allows no body is sent without one, and without the headers of a body.
     """
 
     kind = "status"
@@ -106,10 +39,10 @@ class _Status(Fault):
 
     async def begin(self) -> bool:
         self.happened()
-        self._leave_streams_out()
+        self._skip_stream_faults()
         body = self.body
         if body is None:
-            body = self.answer.engine.config.dialect.http_error("The engine was told to fail.", self.status)
+            body = self.target.wire_format.http_error("The engine was told to fail.", self.status)
         plain = isinstance(body, str)
         data = body.encode() if plain else orjson.dumps(body)
         headers = {"content-type": "text/plain; charset=utf-8" if plain else "application/json"}
@@ -117,52 +50,52 @@ class _Status(Fault):
         if self.status in _WITHOUT_BODY:
             data, headers = b"", {}
         headers |= {name.lower(): value for name, value in (self.headers or {}).items()}
-        told = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self.head({"type": "http.response.start", "status": self.status, "headers": told})
+        raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self.head({"type": "http.response.start", "status": self.status, "headers": raw_headers})
         if data:
             await self.event(data)
         await self.end()
         return False
 
-    def _leave_streams_out(self) -> None:
-        """Keep the faults of streams away from what is none."""
+    def _skip_stream_faults(self) -> None:
+        """Remove the following faults of streams: this response is not streamed."""
         fault: Fault = self
-        while isinstance(fault.then, Fault):
-            if fault.then.needs in {"stream", "cumulative"}:
-                fault.then = fault.then.then
+        while isinstance(fault.following, Fault):
+            if fault.following.needs in {"stream", "cumulative"}:
+                fault.following = fault.following.following
             else:
-                fault = fault.then
+                fault = fault.following
 
 
 @dataclass(kw_only=True)
 class _Drop(Fault):
-    """Close the connection before a byte of the answer: ``how`` is "rst", a reset, or "fin"."""
+    """Close the connection before the first byte of the response: ``how`` is "rst", a reset, or "fin"."""
 
     kind = "drop"
     needs = "anything"
-    how: Ending = field(default="rst", metadata=options.choice("rst", "fin"))
+    how: ConnectionEnd = field(default="rst", metadata=options.choice("rst", "fin"))
 
     async def begin(self) -> bool:
         self.happened()
-        await self.answer.hang_up(self.how)
+        await self.response.disconnect(self.how)
         return False
 
 
 @dataclass(kw_only=True)
 class _Refuse(_Drop):
-    """The same, and for ``seconds`` connects are refused; what runs goes on."""
+    """Like "drop", and refuse new connections for ``seconds``; running requests continue."""
 
     kind = "refuse"
     seconds: float | None = field(default=1.0, metadata=options.number(none=True))
 
     async def begin(self) -> bool:
-        self.answer.engine.server.stop_listening(self.seconds)
+        self.target.server.stop_listening(self.seconds)
         return await super().begin()
 
 
 @dataclass(kw_only=True)
 class _Die(Fault):
-    """After so many events of this answer the worker dies: connections end, connects are refused, requests are lost.
+    """Kill the worker after ``after_events`` events: close and refuse connections, lose all requests.
 
     It returns after ``seconds``, empty, on the same port.
     """
@@ -171,7 +104,7 @@ class _Die(Fault):
     needs = "anything"
     after_events: int = field(default=0, metadata=options.count())
     seconds: float | None = field(default=1.0, metadata=options.number(none=True))
-    how: Ending = field(default="rst", metadata=options.choice("rst", "fin"))
+    how: ConnectionEnd = field(default="rst", metadata=options.choice("rst", "fin"))
 
     async def begin(self) -> bool:
         if self.after_events == 0:
@@ -186,14 +119,14 @@ class _Die(Fault):
 
     async def _die(self) -> None:
         self.happened()
-        self.answer.over = True
-        self.answer.engine.server.die(self.seconds, self.how)
-        await self.answer.gone.wait()
+        self.response.over = True
+        self.target.server.die(self.seconds, self.how)
+        await self.response.gone.wait()
 
 
 @dataclass(kw_only=True)
 class _NoAnswer(Fault):
-    """Say nothing for ``seconds``, not even headers."""
+    """Send nothing for ``seconds``, not even headers."""
 
     kind = "no_answer"
     needs = "anything"
@@ -201,7 +134,7 @@ class _NoAnswer(Fault):
 
     async def head(self, message: Message) -> None:
         self.happened()
-        await self.answer.pause(self.seconds)
+        await self.response.pause(self.seconds)
         await super().head(message)
 
 
@@ -210,32 +143,32 @@ class _NoAnswer(Fault):
 
 @dataclass(kw_only=True)
 class _QueueFull(Fault):
-    """Turn the request away as a full queue does: in a stream an event with status 503 under HTTP 200."""
+    """Reject the request as if the queue were full: in a stream an event with status 503 under HTTP 200."""
 
     kind = "queue_full"
     needs = "generate"
 
     async def begin(self) -> bool:
-        self.order(0, self.scheduler.turn_away)
+        self.schedule(0, self.scheduler.reject_queue_full)
         return True
 
 
 @dataclass(kw_only=True)
 class _Abort(Fault):
-    """Abort the request when it has so many tokens; one more comes, as ever. 0: while it waits, with none."""
+    """Abort the request at ``after_tokens`` tokens; one more is sampled. 0: in the queue, without tokens."""
 
     kind = "abort"
     needs = "generate"
     after_tokens: int = field(default=1, metadata=options.count())
 
     async def begin(self) -> bool:
-        self.order(self.after_tokens, self.scheduler.abort_request)
+        self.schedule(self.after_tokens, self.scheduler.abort_request)
         return True
 
 
 @dataclass(kw_only=True)
 class _RetractAbort(Fault):
-    """Retract the request when it has so many tokens, and abort it then: that event repeats everything."""
+    """Retract the request at ``after_tokens`` tokens, then abort it: that event repeats all tokens."""
 
     kind = "retract_abort"
     needs = "generate"
@@ -243,13 +176,13 @@ class _RetractAbort(Fault):
     after_tokens: int = field(default=1, metadata=options.count())
 
     async def begin(self) -> bool:
-        self.order(self.after_tokens, self.scheduler.retract_and_abort)
+        self.schedule(self.after_tokens, self.scheduler.retract_and_abort)
         return True
 
 
 @dataclass(kw_only=True)
 class _Version(Fault):
-    """Change the engine's weight version when the request has so many tokens; by default it counts up."""
+    """Change the engine's weight version when the request has ``after_tokens`` tokens; by default increment it."""
 
     kind = "version"
     needs = "generate"
@@ -257,25 +190,25 @@ class _Version(Fault):
     version: str | None = field(default=None, metadata=options.text(none=True))
 
     async def begin(self) -> bool:
-        self.order(self.after_tokens, self._change)
+        self.schedule(self.after_tokens, self._change)
         return True
 
-    def _change(self, _request: Request) -> None:
-        now = self.scheduler.weight_version
-        following = str(int(now) + 1) if now.isdecimal() else "1"
-        self.scheduler.weight_version = following if self.version is None else self.version
+    def _change(self, _request: EngineRequest) -> None:
+        current = self.scheduler.weight_version
+        incremented = str(int(current) + 1) if current.isdecimal() else "1"
+        self.scheduler.weight_version = incremented if self.version is None else self.version
 
 
 @dataclass(kw_only=True)
 class _Park(Fault):
-    """Take the request in and leave it in the queue, silent, for ``seconds``, or until an abort or a "continue"."""
+    """Leave the request in the queue, silent, for ``seconds``, or until it is aborted or generation is continued."""
 
     kind = "park"
     needs = "generate"
     seconds: float | None = field(default=None, metadata=options.number(none=True))
 
     async def begin(self) -> bool:
-        self.order(0, lambda request: self.scheduler.park(request, self.seconds))
+        self.schedule(0, lambda request: self.scheduler.park(request, self.seconds))
         return True
 
 

@@ -1,4 +1,4 @@
-"""The rules of a script of faults: which requests meet which fault, and when."""
+"""Scripts of faults: the rules that say which requests are disturbed, and how. ``streamfold serve --faults``."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from streamfold.loopback.faults import options
-from streamfold.loopback.faults import response as kinds
-from streamfold.loopback.faults import stream as stream_kinds
+from streamfold.loopback.faults.response import KINDS as RESPONSE_KINDS
+from streamfold.loopback.faults.stream import KINDS as STREAM_KINDS
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from streamfold.loopback.faults.response import Fault
-    from streamfold.loopback.http.answer import Answer
+    from streamfold.loopback.core.config import EngineName
+    from streamfold.loopback.faults.fault import Fault, FaultTarget
+    from streamfold.loopback.http.response_writer import ResponseWriter
 
 __all__ = ["KINDS", "PATHS", "Conditions", "Faults", "Rule"]
 
-# Where engines generate: first what a rule is for that names no path.
+# The paths that generate; the first one is a rule's default.
 PATHS = {"sglang": ("/generate",), "vllm": ("/inference/v1/generate", "/v1/completions")}
 
-KINDS = {kind.kind: kind for kind in (*kinds.KINDS, *stream_kinds.KINDS)}
+KINDS = {kind.kind: kind for kind in (*RESPONSE_KINDS, *STREAM_KINDS)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Which requests a rule is for."""
+    """Conditions of a rule: the requests that it applies to."""
 
     path: str | None = field(default=None, metadata=options.path())
     requests: int | Sequence[int] | None = field(default=None, metadata=options.numbers())
@@ -40,12 +41,26 @@ class Conditions:
     after_abort_all: float | None = field(default=None, metadata=options.number(none=True, ranges=False))
     times: int | None = field(default=None, metadata=options.count(least=1, none=True, ranges="refused"))
 
+    def hold(self, number: int, rids: Sequence[str], chance: random.Random) -> bool:
+        """Return whether the conditions on the request itself hold: its number, its ids, and the rate."""
+        return (
+            self._names(number)
+            and (self.rid is None or any(rid.startswith(self.rid) for rid in rids))
+            and (self.rate is None or chance.random() < self.rate)
+        )
+
+    def _names(self, number: int) -> bool:
+        numbers = self.requests if isinstance(self.requests, Sequence) else [self.requests]
+        return (self.requests is None or number in numbers) and (
+            self.every is None or number % self.every == self.every - 1
+        )
+
 
 class Rule:
-    """One rule of a script, checked: a kind of fault, its options, and its conditions."""
+    """One checked rule of a script: a kind of fault, its options and its conditions."""
 
     def __init__(self, given: Mapping[str, Any], place: int = 0) -> None:
-        """Read what was ``given`` at this place of a script. Raises ValueError, which names what is wrong."""
+        """Check the rule at position ``place`` of a script. Raises ValueError, which names the wrong key."""
         if not isinstance(given, Mapping):
             msg = f"rule {place}: an object was expected, got {given!r}"
             raise ValueError(msg)
@@ -75,12 +90,12 @@ class Rule:
             raise ValueError(msg)
 
     def _fits(self, engine: str) -> bool:
-        """Say whether a fault of this kind can befall what is asked for at its path."""
+        """Return whether this kind of fault can disturb requests to its path."""
         path = self.conditions.path
         return self.kind.needs == "anything" or path is None or path in PATHS[engine]
 
-    def check(self, engine: Literal["sglang", "vllm"], *, incremental: bool) -> None:
-        """Raise ValueError if it makes no sense in this engine, writing in this mode."""
+    def check(self, engine: EngineName, *, incremental: bool) -> None:
+        """Raise ValueError if it is impossible in this engine and stream mode."""
         if not self._fits(engine):
             reason = f"this engine generates at {' and '.join(PATHS[engine])}, not at {self.conditions.path}"
         elif engine == "vllm" and self.kind.needs == "cumulative":
@@ -94,26 +109,31 @@ class Rule:
         raise ValueError(f"rule {self.place} ({self.kind.kind}): {reason}")
 
     def holds(self, number: int, rids: Sequence[str], chance: random.Random, *, stream: bool) -> bool:
-        """Say whether the rule is for the request of this number, as far as the request itself tells."""
-        asked, numbers = self.conditions, self.conditions.requests
-        return (
-            (stream or self.kind.needs in {"anything", "generate"})
-            and (numbers is None or number in (numbers if isinstance(numbers, Sequence) else [numbers]))
-            and (asked.every is None or number % asked.every == asked.every - 1)
-            and (asked.rid is None or any(rid.startswith(asked.rid) for rid in rids))
-            and (asked.rate is None or chance.random() < asked.rate)
-        )
+        """Return whether it applies to a request with this number and these ids, streamed or not."""
+        fits = stream or self.kind.needs in {"anything", "generate"}
+        return fits and self.conditions.hold(number, rids, chance)
 
-    def make(self, answer: Answer, then: Fault | Answer, chance: random.Random, note: Callable[[str], None]) -> Fault:
-        """Make the fault for one answer."""
+    def make(
+        self,
+        target: FaultTarget,
+        response: ResponseWriter,
+        following: Fault | ResponseWriter,
+        chance: random.Random,
+        note: Callable[[str], None],
+    ) -> Fault:
+        """Make the fault of one response; the arguments are the fields of :class:`Fault`."""
         drawn = {key: self._options[key].draw(value, chance) for key, value in self._given.items()}
-        return self.kind(answer=answer, then=then, chance=chance, note=note, **drawn)
+        return self.kind(target=target, response=response, following=following, chance=chance, note=note, **drawn)
 
 
 class Faults:
-    """A script: its rules, each a mapping as in JSON, and the seed of what is left to chance.
+    """A script of faults: its rules, each a mapping as in JSON, and the seed of all random choices.
 
-    It holds no state: engines that run it count for themselves. Raises ValueError for a rule that makes no sense.
+    It has no state: engines that run it count their requests themselves. ``python -m pydoc streamfold.loopback.faults``
+    lists the kinds and conditions.
+
+    Raises:
+        ValueError: a rule has an unknown key, or a value that does not fit.
     """
 
     def __init__(self, rules: Sequence[Mapping[str, Any]] = (), *, seed: int = 0) -> None:
@@ -125,7 +145,12 @@ class Faults:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Faults:
-        """Read a script from a file. Raises OSError, and ValueError for what is no script."""
+        """Read a script from a JSON file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not a valid script.
+        """
         try:
             script = json.loads(Path(path).read_bytes())
             if not isinstance(script, dict) or not isinstance(script.get("rules"), list):
@@ -141,10 +166,10 @@ class Faults:
             raise ValueError(msg) from error
 
     def chance(self, rule: Rule, number: int) -> random.Random:
-        """Give what is left to chance about the request of this number: the same in every run."""
+        """Return the random generator of a rule and the request with this number: the same in every run."""
         return random.Random(f"{self.seed}/{rule.place}/{number}")  # noqa: S311  # it has to be repeatable
 
-    def check(self, engine: Literal["sglang", "vllm"], *, incremental: bool) -> None:
-        """Raise ValueError if a rule makes no sense in this engine, writing in this mode."""
+    def check(self, engine: EngineName, *, incremental: bool) -> None:
+        """Raise ValueError if a rule is impossible in this engine and stream mode."""
         for rule in self.rules:
             rule.check(engine, incremental=incremental)

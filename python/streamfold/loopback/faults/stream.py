@@ -1,4 +1,4 @@
-"""The kinds of faults that disturb a stream: its events, and the bytes that they travel in."""
+"""Kinds of faults that disturb a stream: when events are sent, how they are chunked, and what they contain."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import orjson
 
 from streamfold.loopback.core.reply import DONE
 from streamfold.loopback.faults import options
-from streamfold.loopback.faults.response import Fault
+from streamfold.loopback.faults.fault import Fault
 
 if TYPE_CHECKING:
-    from streamfold.loopback.http.answer import Ending
+    from streamfold.loopback.http.response_writer import ConnectionEnd
 
 __all__ = ["KINDS"]
 
@@ -22,7 +22,7 @@ _DATA = b"data: "
 
 
 def _frame(event: bytes) -> dict[str, Any]:
-    """Read an event; what holds no tokens is an empty object, and so is what is split or glued already."""
+    """Parse an event; "[DONE]", comments, and events that are split or joined already, give an empty object."""
     if event == DONE or not event.startswith(_DATA):
         return {}
     try:
@@ -33,21 +33,21 @@ def _frame(event: bytes) -> dict[str, Any]:
 
 
 def _finishes(frame: dict[str, Any]) -> bool:
-    """Say whether an event is a terminal one, of any wire."""
-    told = [frame.get("meta_info", {}), *frame.get("choices", [])]
-    return any(part.get("finish_reason") is not None for part in told)
+    """Return whether an event is a terminal one, in any engine's wire format."""
+    parts = [frame.get("meta_info", {}), *frame.get("choices", [])]
+    return any(part.get("finish_reason") is not None for part in parts)
 
 
 def _event(frame: object) -> bytes:
     return _DATA + orjson.dumps(frame) + b"\n\n"
 
 
-# When
+# When events are sent
 
 
 @dataclass(kw_only=True)
 class _Silence(Fault):
-    """Send nothing for ``seconds`` after so many events; 0: after the headers."""
+    """Send nothing for ``seconds`` after ``after_events`` events; 0: after the headers."""
 
     kind = "silence"
     after_events: int = field(default=0, metadata=options.count())
@@ -56,13 +56,13 @@ class _Silence(Fault):
     async def event(self, data: bytes) -> None:
         if self.events == self.after_events:
             self.happened()
-            await self.answer.pause(self.seconds)
+            await self.response.pause(self.seconds)
         await super().event(data)
 
 
 @dataclass(kw_only=True)
 class _Comments(Fault):
-    """Send nothing but comments, one every ``pause`` seconds, for ``seconds`` after so many events."""
+    """Send only comments, one every ``pause`` seconds, for ``seconds`` after ``after_events`` events."""
 
     kind = "comments"
     after_events: int = field(default=0, metadata=options.count())
@@ -74,15 +74,15 @@ class _Comments(Fault):
             self.happened()
             clock = asyncio.get_running_loop().time
             end = clock() + (math.inf if self.seconds is None else self.seconds)
-            while clock() < end and not self.answer.gone.is_set():
-                await self.then.event(b": keep-alive\n\n")
-                await self.answer.pause(self.pause)
+            while clock() < end and not self.response.gone.is_set():
+                await self.following.event(b": keep-alive\n\n")
+                await self.response.pause(self.pause)
         await super().event(data)
 
 
 @dataclass(kw_only=True)
 class _Drip(Fault):
-    """Send so many bytes in one write, chunk sizes included, with a pause after each."""
+    """Write ``size`` bytes at a time, chunk sizes included, with a pause after each write."""
 
     kind = "drip"
     needs = "generate"
@@ -91,16 +91,16 @@ class _Drip(Fault):
 
     async def begin(self) -> bool:
         self.happened()
-        self.answer.pace = (self.size, self.pause)
+        self.response.pace = (self.size, self.pause)
         return True
 
 
-# Where the bytes are cut
+# How the bytes are chunked
 
 
 @dataclass(kw_only=True)
 class _Split(Fault):
-    """Send each event in several chunks of ``size`` bytes; each of its own size, if that is a range."""
+    """Send each event in several chunks of ``size`` bytes; a range is drawn from for each chunk."""
 
     kind = "split"
     size: int | tuple[int, int] = field(default=1, metadata=options.count(least=1, ranges="kept"))
@@ -113,13 +113,13 @@ class _Split(Fault):
         start = 0
         while start < len(data):
             end = start + least + math.floor(self.chance.random() * (most + 1 - least))
-            await self.then.event(data[start:end])
+            await self.following.event(data[start:end])
             start = end
 
 
 @dataclass(kw_only=True)
 class _Glue(Fault):
-    """Send so many events in one chunk, "[DONE]" too; the last chunk may hold fewer."""
+    """Send ``size`` events in one chunk, "[DONE]" included; the last chunk may contain fewer."""
 
     kind = "glue"
     size: int = field(default=2, metadata=options.count(least=2))
@@ -148,50 +148,50 @@ class _Glue(Fault):
 
 @dataclass(kw_only=True)
 class _Cut(Fault):
-    """End the connection after so many bytes of the body, or events, or else where the last chunk would be.
+    """Close the connection after some bytes of the body or some events; by default in place of the last chunk.
 
-    ``how`` is "rst", a reset, or "fin". Bytes may end inside an event, which is then a chunk that breaks off.
+    ``how`` is "rst", a reset, or "fin". ``after_bytes`` may lie inside an event, whose chunk is then incomplete.
     """
 
     kind = "cut"
     needs = "generate"
-    how: Ending = field(default="rst", metadata=options.choice("rst", "fin"))
+    how: ConnectionEnd = field(default="rst", metadata=options.choice("rst", "fin"))
     after_bytes: int | None = field(default=None, metadata=options.count(none=True))
     after_events: int | None = field(default=None, metadata=options.count(none=True))
-    size: int = field(default=0, init=False)  # of what was let through, in bytes
+    size: int = field(default=0, init=False)  # bytes let through
 
     async def event(self, data: bytes) -> None:
         left = len(data) if self.after_bytes is None else self.after_bytes - self.size
         if self.events == self.after_events:
-            await self._cut()
+            await self._disconnect()
         elif left < len(data):
             if left:
-                await self.then.partial(data[:left], len(data))
-            await self._cut()
+                await self.following.partial(data[:left], len(data))
+            await self._disconnect()
         else:
             self.size += len(data)
             await super().event(data)
 
     async def end(self) -> None:
-        # An answer that was shorter than that is left alone.
+        # A response that was shorter is not disturbed.
         if self.after_events is None and self.after_bytes in {None, self.size}:
-            await self._cut()
+            await self._disconnect()
         else:
             await super().end()
 
-    async def _cut(self) -> None:
+    async def _disconnect(self) -> None:
         self.happened()
-        await self.answer.hang_up(self.how)
+        await self.response.disconnect(self.how)
 
 
-# What the events say
+# What events contain
 
 
 @dataclass(kw_only=True)
 class _ErrorEvent(Fault):
-    """After so many events send an error event, then "[DONE]" unless ``done`` is false, and end the stream well.
+    """Send an error event after ``after_events`` events, then "[DONE]" unless ``done`` is false, and end the stream.
 
-    It has the shape of the release, with ``message`` and ``code``, or is ``payload``, any JSON.
+    The event is the engine's own with ``message`` and ``code``, or ``payload``, any JSON.
     """
 
     kind = "error_event"
@@ -206,17 +206,17 @@ class _ErrorEvent(Fault):
             await super().event(data)
             return
         self.happened()
-        dialect = self.answer.engine.config.dialect
-        error = dialect.error_event(self.message, self.code) if self.payload is None else _event(self.payload)
-        await self.then.event(error)
+        wire_format = self.target.wire_format
+        error = wire_format.error_event(self.message, self.code) if self.payload is None else _event(self.payload)
+        await self.following.event(error)
         if self.done:
-            await self.then.event(DONE)
+            await self.following.event(DONE)
         await self.end()
 
 
 @dataclass(kw_only=True)
 class _DoneWithoutFinish(Fault):
-    """Leave the terminal event out, or end with "[DONE]" after so many events."""
+    """Omit the terminal event, or send "[DONE]" after ``after_events`` events and end the stream."""
 
     kind = "done_without_finish"
     after_events: int | None = field(default=None, metadata=options.count(none=True))
@@ -226,7 +226,7 @@ class _DoneWithoutFinish(Fault):
             self.happened()
         elif self.events == self.after_events and data != DONE:
             self.happened()
-            await self.then.event(DONE)
+            await self.following.event(DONE)
             await self.end()
         else:
             await super().event(data)
@@ -234,7 +234,7 @@ class _DoneWithoutFinish(Fault):
 
 @dataclass(kw_only=True)
 class _DoubleEvent(Fault):
-    """Send the event that comes after so many twice."""
+    """Send the event after ``after_events`` events twice."""
 
     kind = "double_event"
     after_events: int = field(default=1, metadata=options.count())
@@ -242,13 +242,13 @@ class _DoubleEvent(Fault):
     async def event(self, data: bytes) -> None:
         if self.events == self.after_events and data != DONE:
             self.happened()
-            await self.then.event(data)
+            await self.following.event(data)
         await super().event(data)
 
 
 @dataclass(kw_only=True)
 class _DropEvent(Fault):
-    """Leave the event that comes after so many out."""
+    """Omit the event after ``after_events`` events."""
 
     kind = "drop_event"
     after_events: int = field(default=1, metadata=options.count())
@@ -263,7 +263,7 @@ class _DropEvent(Fault):
 
 @dataclass(kw_only=True)
 class _Shrink(Fault):
-    """Let the event that comes after so many hold ``tokens`` less than the one before it, in its counters too."""
+    """Remove tokens from the event after ``after_events``: it has ``tokens`` less than the event before it."""
 
     kind = "shrink"
     needs = "cumulative"
@@ -284,7 +284,7 @@ class _Shrink(Fault):
 
 @dataclass(kw_only=True)
 class _Rewrite(Fault):
-    """Let the event that comes after so many tell another ``what``, "id" or "logprob", at a position that was told."""
+    """Change ``what``, "id" or "logprob", at an already sent ``position`` of the event after ``after_events``."""
 
     kind = "rewrite"
     needs = "cumulative"
@@ -300,7 +300,7 @@ class _Rewrite(Fault):
         await super().event(data)
 
     def _rewrite(self, frame: dict[str, Any]) -> bool:
-        """Change the frame; whether it reaches that far."""
+        """Change the frame; return False if it has no token at the position."""
         ids = frame.get("output_ids", [])
         pairs = frame.get("meta_info", {}).get("output_token_logprobs", [])
         here, rewrites_id = self.position, self.what == "id"
@@ -325,7 +325,7 @@ _COUNTERS = ("output_token_logprobs_length", "output_token_sampling_mask_length"
 
 
 def _shrunk(frame: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Give an event as if there were only so many tokens; its text stays."""
+    """Return an event reduced to its first ``tokens`` tokens; its text stays."""
     meta = dict(frame["meta_info"])
     meta |= {key: meta[key][:tokens] for key in _PER_TOKEN if key in meta}
     meta |= {key: tokens for key in _COUNTERS if key in meta}

@@ -1,1 +1,1 @@
-"""The HTTP server around the engine, with control over each byte of a response."""
+"""HTTP for the loopback engine: a server in a thread, streamed responses, and control over each byte of a response."""

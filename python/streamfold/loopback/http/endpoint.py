@@ -1,4 +1,4 @@
-"""Answers with generations, streamed or whole; what is said, and when it is refused, is left to each engine's own."""
+"""Base class of the endpoints that generate: streamed and unstreamed responses, disconnects, rejected requests."""
 
 from __future__ import annotations
 
@@ -6,186 +6,156 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import orjson
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from streamfold.loopback.core.reply import DONE
 from streamfold.loopback.core.request_params import InvalidRequest, MalformedBody
+from streamfold.loopback.http.responses import OrjsonResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from streamfold.loopback.core.config import Config
-    from streamfold.loopback.core.request import Milestone, Request
+    from streamfold.loopback.core.request import EngineRequest, Milestone
     from streamfold.loopback.core.scheduler import Scheduler
 
-__all__ = ["MILESTONES", "Endpoint", "Json", "worker_list"]
+__all__ = ["MILESTONES", "Endpoint"]
 
-# What is to happen to the request on its way: a key of the scope's "extensions".
+# Key of the ASGI scope's "extensions": what is done to the request at certain token counts.
 MILESTONES = "streamfold.milestones"
 
 T = TypeVar("T")
 
 
-class Json(Response):
-    """An answer in JSON, spelled as the engines spell."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:  # noqa: ANN401  # any JSON
-        """Write the body."""
-        return orjson.dumps(content)
-
-
 class Endpoint(ABC, Generic[T]):
-    """The ASGI application behind a path that generates. ``T`` is what a body asks for, once it is checked."""
+    """The ASGI application of a path that generates. ``T`` is a parsed body."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
 
     @abstractmethod
-    def _check(self, http: HttpRequest, body: bytes) -> T:
-        """Read what is asked. Raises MalformedBody for what the HTTP layer refuses, before anything is sent."""
+    def _parse(self, http: HttpRequest, body: bytes) -> T:
+        """Parse the body. Raises MalformedBody for what the HTTP layer rejects, before anything is sent."""
 
     @abstractmethod
-    def _streams(self, asked: T) -> bool:
-        """Say whether a stream is asked for."""
+    def _is_streamed(self, parsed: T) -> bool:
+        """Return whether the response is streamed."""
 
     @abstractmethod
-    def _requests(self, asked: T, notify: Callable[[], None]) -> list[Request]:
-        """Make the requests. Raises InvalidRequest for what the engine refuses, when a response may have begun."""
+    def _make_requests(self, parsed: T, notify: Callable[[], None]) -> list[EngineRequest]:
+        """Make the requests. Raises InvalidRequest for what the engine rejects after a stream has started."""
 
     @abstractmethod
     def _error_event(self, error: InvalidRequest) -> bytes:
-        """Write the event that tells of a refusal."""
+        """Return the stream event of a rejected request."""
 
     @abstractmethod
-    def _refused(self, error: InvalidRequest) -> Response:
-        """Give the answer that tells of the same where nothing is streamed."""
+    def _error_response(self, error: InvalidRequest) -> Response:
+        """Return the unstreamed response to a rejected request."""
 
     @abstractmethod
-    def _http_refusal(self, request: Request) -> Response | None:
-        """Give the answer with a status that the end of a request becomes where nothing is streamed, if it does."""
+    def _failure_response(self, request: EngineRequest) -> Response | None:
+        """Return the unstreamed response with an HTTP error status, if the request finished with one."""
 
     @abstractmethod
-    def _body(self, requests: list[Request]) -> object:
-        """Give the body of an answer in one piece."""
+    def _body(self, requests: list[EngineRequest]) -> object:
+        """Return the body of an unstreamed response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, then answer in the way that it asks for."""
+        """Read the body, then generate."""
         http = HttpRequest(scope, receive)
         try:
-            asked = self._check(http, await http.body())
+            parsed = self._parse(http, await http.body())
         except ClientDisconnect:
             return
         except MalformedBody as error:
-            await Json(error.answer, status_code=error.status)(scope, receive, send)
+            await OrjsonResponse(error.content, status_code=error.status)(scope, receive, send)
             return
-        client = _Client(receive)
+        client = _ClientWatch(receive)
         milestones = scope.get("extensions", {}).get(MILESTONES, ())
         try:
-            if self._streams(asked):
-                await self._stream(asked, client, send, milestones)
+            if self._is_streamed(parsed):
+                await self._stream(parsed, client, send, milestones)
             else:
-                answer = await self._whole(asked, client, milestones)
-                if answer is not None:
-                    await answer(scope, receive, send)
+                response = await self._generate(parsed, client, milestones)
+                if response is not None:
+                    await response(scope, receive, send)
         finally:
             await client.close()
 
-    async def _stream(self, asked: T, client: _Client, send: Send, milestones: Sequence[Milestone]) -> None:
+    async def _stream(self, parsed: T, client: _ClientWatch, send: Send, milestones: Sequence[Milestone]) -> None:
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        # Before anything is known of the request: headers never wait.
+        # Headers are sent before the request is checked.
         await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers})
-        if not await client.until(self._scheduler.opened()):
+        if not await client.wait_for(self._scheduler.opened()):
             return
         try:
-            requests = self._submit(asked, client, milestones)
+            requests = self._submit(parsed, client, milestones)
         except InvalidRequest as error:
             await write(self._error_event(error))
         else:
             try:
-                while not client.left and not all(request.told for request in requests):
+                while not client.left and not all(request.delivered for request in requests):
                     client.wake.clear()
                     for request in requests:
-                        # While a slow reader holds this up the request goes on, and its next event says more.
+                        # A slow reader blocks this loop; meanwhile the request continues, and its next event grows.
                         while event := request.next_event(self._scheduler.weight_version):
                             await write(event)
-                    if not all(request.told for request in requests):
+                    if not all(request.delivered for request in requests):
                         await client.wake.wait()
             finally:
-                self._let_go([request for request in requests if not request.told])
+                self._abandon([request for request in requests if not request.delivered])
             if client.left:
                 return
         await write(DONE)
         await write(b"", more=False)
 
-    async def _whole(self, asked: T, client: _Client, milestones: Sequence[Milestone]) -> Response | None:
-        """Give the answer in one piece; None if nobody is there to take it."""
-        if not await client.until(self._scheduler.opened()):
+    async def _generate(self, parsed: T, client: _ClientWatch, milestones: Sequence[Milestone]) -> Response | None:
+        """Return the unstreamed response; None if the client disconnected."""
+        if not await client.wait_for(self._scheduler.opened()):
             return None
         try:
-            requests = self._submit(asked, client, milestones)
+            requests = self._submit(parsed, client, milestones)
         except InvalidRequest as error:
-            return self._refused(error)
+            return self._error_response(error)
         try:
             while not client.left and not all(request.done for request in requests):
                 client.wake.clear()
                 await client.wake.wait()
         finally:
-            self._let_go([request for request in requests if not request.done])
+            self._abandon([request for request in requests if not request.done])
         if client.left:
             return None
         for request in requests:
-            refusal = self._http_refusal(request)
-            if refusal is not None:
-                return refusal
-        return Json(self._body(requests))
+            failure = self._failure_response(request)
+            if failure is not None:
+                return failure
+        return OrjsonResponse(self._body(requests))
 
-    def _submit(self, asked: T, client: _Client, milestones: Sequence[Milestone]) -> list[Request]:
-        requests = self._requests(asked, client.wake.set)
+    def _submit(self, parsed: T, client: _ClientWatch, milestones: Sequence[Milestone]) -> list[EngineRequest]:
+        requests = self._make_requests(parsed, client.wake.set)
         self._scheduler.submit(requests, milestones)
         return requests
 
-    def _let_go(self, requests: list[Request]) -> None:
+    def _abandon(self, requests: list[EngineRequest]) -> None:
         for request in requests:
-            self._scheduler.leave(request)
+            self._scheduler.client_left(request)
 
     @property
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
-        if self._config.dialect.rust:
+        if self._config.rust:
             return [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         return [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
-def worker_list(request: HttpRequest, config: Config, scheduler: Scheduler) -> dict[str, Any]:
-    """Give what a router before this engine alone, or before the engines that were configured, tells of them."""
-    itself = str(request.base_url).rstrip("/") + config.base_path
-    urls = (itself,) if config.workers is None else config.workers
-    workers = [
-        {
-            "id": f"worker-{i}",
-            "url": url,
-            "model_id": config.model_name,
-            "worker_type": "regular",
-            "is_healthy": True,
-            "load": scheduler.running + scheduler.waiting if url == itself else 0,
-            "connection_mode": "http",
-        }
-        for i, url in enumerate(urls)
-    ]
-    return {"workers": workers, "total": len(workers), "stats": {"regular_count": len(workers)}}
-
-
-class _Client:
-    """Watches whether the client is still there. ``wake`` is set when it leaves, and by whoever has news for it."""
+class _ClientWatch:
+    """Detects a client's disconnect. ``wake`` is set by it, and by requests with new events."""
 
     def __init__(self, receive: Receive) -> None:
         self.wake = asyncio.Event()
@@ -201,8 +171,8 @@ class _Client:
     def left(self) -> bool:
         return self._gone.done()
 
-    async def until(self, event: Coroutine[Any, Any, object]) -> bool:
-        """Wait for something, but no longer than the client does; whether it is still there."""
+    async def wait_for(self, event: Coroutine[Any, Any, object]) -> bool:
+        """Wait for something, or for the disconnect; return whether the client is still connected."""
         waiting = asyncio.create_task(event)
         try:
             await asyncio.wait({waiting, self._gone}, return_when=asyncio.FIRST_COMPLETED)

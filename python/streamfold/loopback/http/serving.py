@@ -1,4 +1,4 @@
-"""Runs an ASGI application on a real socket: in a thread of its own, or in the foreground."""
+"""Serve an ASGI application on a real socket with uvicorn: in a background thread, or in the foreground."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-__all__ = ["Background", "Server", "listen"]
+__all__ = ["HttpServer", "ServerThread", "listen"]
 
 T = TypeVar("T")
 
-# How long a connection has at the end for what was written to it.
+# Timeout at shutdown for data that was written but not sent.
 CLOSING_SECONDS = 0.2
 _LOGGER = logging.getLogger("streamfold.loopback")
 
 
-class Server(uvicorn.Server):
-    """uvicorn with an end that is prompt, and connections that are counted.
+class HttpServer(uvicorn.Server):
+    """uvicorn with a prompt shutdown and a count of connections.
 
-    An application finds the connection of its client, an ``asyncio.Transport``, in ``scope["state"]["transport"]``:
-    HTTP has no other way to break off a response.
+    The application finds the client's connection, an ``asyncio.Transport``, in ``scope["state"]["transport"]``: ASGI
+    has no other way to interrupt a response.
 
     Args:
         app: the application.
-        sock: where it listens; closed at the end.
-        lifespan: entered before the first request, left after the last.
-        server_header: whether replies have the header ``server: uvicorn``.
+        sock: listening socket; closed at the end.
+        lifespan: context that is open while requests are served.
+        server_header: whether responses have the header ``server: uvicorn``.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Server(uvicorn.Server):
             app,
             http=self._protocol_class(),
             ws="none",
-            lifespan="off",  # it is begun and ended below, where a failure is seen
+            lifespan="off",  # run_until_stopped enters it, where a failure is raised
             log_config=None,
-            access_log=True,  # False would silence uvicorn for the whole process; the protocol below writes none
+            access_log=True,  # False disables it for the whole process; the protocol below does so for this server
             server_header=server_header,
             timeout_keep_alive=5,
         )
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         server = self
 
         class Protocol(H11Protocol):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # uvicorn's own affair
+            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # passed through to uvicorn
                 super().__init__(*args, **kwargs)
                 self.logger = _LOGGER
                 self.access_log = False
@@ -87,11 +87,11 @@ class Server(uvicorn.Server):
 
     @property
     def open_connections(self) -> int:
-        """How many clients are connected."""
+        """Number of open connections."""
         return len(self.server_state.connections)
 
     async def run_until_stopped(self, ready: Callable[[], None]) -> None:
-        """Serve until :meth:`stop`; call ``ready`` when requests are taken."""
+        """Serve until :meth:`stop`; call ``ready`` when requests are accepted."""
         self._loop = asyncio.get_running_loop()
         self._ready = ready
         with self._sock:
@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
                 await self.serve(sockets=[self._sock])
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve as uvicorn does, without a word to its log."""
+        """Serve as uvicorn does, without its log messages."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         with self.capture_signals():
@@ -108,12 +108,12 @@ class Server(uvicorn.Server):
             await self.shutdown(sockets)
 
     def stop(self) -> None:
-        """End the service, from any thread or signal handler."""
+        """Stop serving; may be called from any thread or signal handler."""
         self.should_exit = True
         self.call_soon(self._exit.set)
 
     def call_soon(self, call: Callable[[], object]) -> bool:
-        """Have something done by the server's loop; whether there still is one."""
+        """Run ``call`` in the server's event loop; return False if the loop is closed."""
         if self._loop is None:
             return False
         try:
@@ -132,76 +132,78 @@ class Server(uvicorn.Server):
             ended = await self.on_tick(0)  # which also renews the date header
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no connections any more, and end those that there are."""
+        """Stop listening and close all connections."""
         for server in self.servers:
             server.close()
         for sock in sockets or []:
             sock.close()
         state = self.server_state
-        # Streams are cut where they are, without a last chunk; who does not read in time is cut off.
+        # Streams are interrupted without a last chunk; clients that do not read in time are reset.
         for connection in list(state.connections):
             connection.transport.close()
         if state.tasks:
             await asyncio.wait(set(state.tasks), timeout=CLOSING_SECONDS)
         for connection in list(state.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)  # connections learn of their end
+        await asyncio.sleep(0)  # let the connections notice that they are closed
         if state.tasks:
             await asyncio.wait(set(state.tasks), timeout=CLOSING_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # the signature is uvicorn's
-        """Stop at a signal. uvicorn would raise it once more at the end, but here it is the way to end, no error."""
+        """Stop at a signal. Unlike uvicorn, do not raise the signal again: it is the normal way to stop."""
         self.stop()
 
 
-class Background:
-    """A server in a thread of its own."""
+class ServerThread:
+    """Runs a server in a background thread."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: HttpServer) -> None:
         self.server = server
         self.failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamfold-loopback", daemon=True)
 
     def start(self) -> None:
-        """Start it; requests are taken when this returns. Raises what it died of, if it did."""
+        """Start the thread; requests are accepted when this returns. Raises the error if the server cannot start."""
         self._thread.start()
         self._ready.wait()
         if self.failure is not None:
             raise self.failure
 
     def stop(self) -> None:
-        """End it: streams are cut, sockets closed, the thread joined."""
+        """Stop the server: interrupt streams, close sockets, join the thread."""
         self.server.stop()
         self._thread.join()
 
-    def ask(self, question: Callable[[], T]) -> T:
-        """Put a question to the server's loop, whose data belongs to no other thread."""
-        answer: Future[T] = Future()
-        if not self.server.call_soon(lambda: answer.set_result(question())):
-            return question()
-        return answer.result(timeout=30)
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the server's event loop, whose data no other thread may touch; return its result."""
+        result: Future[T] = Future()
+        if not self.server.call_soon(lambda: result.set_result(function())):
+            return function()
+        return result.result(timeout=30)
 
     def _run(self) -> None:
         try:
             asyncio.run(self.server.run_until_stopped(self._ready.set))
-        except BaseException as failure:  # noqa: BLE001  # raised again where the caller is
+        except BaseException as failure:  # noqa: BLE001  # raised again by start() and by the owner
             self.failure = failure
         finally:
             self._ready.set()
 
 
 def listen(host: str, port: int, *, send_buffer: int | None = None) -> socket.socket:
-    """Open a listening socket on an IPv4 or IPv6 address of this machine; port 0 is any free one.
+    """Open a listening socket on an IPv4 or IPv6 address of this machine; port 0 is any free port.
 
-    ``send_buffer`` is the size in bytes of the kernel's buffer for what is sent on each connection. Raises OSError if
-    the port is taken.
+    ``send_buffer`` is the kernel's send buffer of each connection, in bytes.
+
+    Raises:
+        OSError: the port is in use.
     """
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=2048)
     if send_buffer is not None:
-        # Connections inherit it.
+        # Accepted connections inherit it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     return sock
 

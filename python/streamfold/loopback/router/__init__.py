@@ -1,1 +1,1 @@
-"""A router in front of several loopback engines."""
+"""Loopback router: load balancing over several workers, with retries, like SGLang's router."""

@@ -1,4 +1,4 @@
-"""A router's workers together: which one gets the next request, and what happens when it does not answer."""
+"""Load balancing: chooses a worker for each request, retries on another one, skips workers that are down."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import hashlib
 import itertools
 from typing import TYPE_CHECKING, Literal
 
-from streamfold.loopback.router.worker import Broken, Exchange, Refused, Worker
+from streamfold.loopback.router.worker import Worker, WorkerDisconnected, WorkerRequest, WorkerUnreachable
 
 if TYPE_CHECKING:
     from streamfold.loopback.router.worker import Headers
 
-__all__ = ["ROUTING_KEY", "SESSION_KEY", "Fleet", "Policy", "Unanswered"]
+__all__ = ["ROUTING_KEY", "SESSION_KEY", "Balancer", "Policy", "RouterError"]
 
 Policy = Literal["round_robin", "least_load", "hash"]
 
 ROUTING_KEY, SESSION_KEY = b"x-smg-routing-key", b"x-session-id"  # SGLang's router, vLLM's
-# Another worker, or the same one a little later, may do better.
-TRIED_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-FIRST_PAUSE, GROWTH = 0.05, 1.5
+# Statuses that are retried, on another worker or on the same one a little later.
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+FIRST_BACKOFF, BACKOFF_FACTOR = 0.05, 1.5  # seconds
 
 
-class Unanswered(Exception):
-    """There is nothing of a worker's to pass on. ``status``, ``code`` and the message are for the client."""
+class RouterError(Exception):
+    """No worker's response can be passed on. ``status``, ``code`` and the message are sent to the client."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -31,14 +31,14 @@ class Unanswered(Exception):
         self.code = code
 
 
-class Fleet:
-    """The workers of a router. Belongs to its event loop.
+class Balancer:
+    """Sends requests to the workers of a router. Must be used in one event loop.
 
     Args:
-        workers: all of them, in the order in which round robin takes them.
-        policy: how one is chosen.
-        tries: how often a request is sent at most.
-        down_seconds: how long a worker that refuses connections is left alone.
+        workers: all workers, in the order of round robin.
+        policy: how a worker is chosen.
+        tries: maximum number of attempts per request.
+        down_seconds: how long a worker that refuses connections gets no requests.
     """
 
     def __init__(self, workers: list[Worker], policy: Policy, *, tries: int, down_seconds: float) -> None:
@@ -49,74 +49,76 @@ class Fleet:
         self._turns = itertools.count()
 
     def up(self) -> list[Worker]:
-        """Those that have not refused a connection just now."""
+        """Return the workers that did not refuse a connection within the last ``down_seconds``."""
         now = asyncio.get_running_loop().time()
         return [worker for worker in self.workers if worker.down_until <= now]
 
-    async def generate(self, path: str, headers: Headers, body: bytes) -> Exchange:
-        """Ask one worker after the other to generate, until one does or the tries are used up.
+    async def generate(self, path: str, headers: Headers, body: bytes) -> WorkerRequest:
+        """Send a request that generates to one worker after another, until one responds or ``tries`` are used up.
 
-        Whoever gets the exchange has to close it; its status may be that of the last refusal.
+        The caller must close the result. Its status may be an error, that of the last attempt.
 
         Raises:
-            Unanswered: no worker takes connections, or the last one that did broke off.
+            RouterError: no worker accepts connections, or the last attempt was disconnected.
         """
-        told = dict(headers)
-        key = told.get(ROUTING_KEY, told.get(SESSION_KEY))
+        by_name = dict(headers)
+        key = by_name.get(ROUTING_KEY, by_name.get(SESSION_KEY))
         headers = [*headers, (b"content-type", b"application/json")]
         failures = 0
         while (worker := self._choose(key)) is not None:
-            exchange = Exchange(worker)
-            broken = None
+            request = WorkerRequest(worker)
+            disconnect = None
             try:
-                await exchange.begin("POST", path, headers, body)
-            except Refused:
-                self._leave_alone(worker)
+                await request.start("POST", path, headers, body)
+            except WorkerUnreachable:
+                self._mark_down(worker)
                 continue
-            except Broken as error:
-                broken = error
-            if broken is None and exchange.status not in TRIED_AGAIN:
-                return exchange
+            except WorkerDisconnected as error:
+                disconnect = error
+            if disconnect is None and request.status not in RETRIED:
+                return request
             failures += 1
             if failures == self._tries:
-                if broken is not None:
-                    raise _failed(worker, broken) from broken
-                return exchange
-            exchange.close()
-            await asyncio.sleep(FIRST_PAUSE * GROWTH ** (failures - 1))
-        raise Unanswered(503, "no_available_workers", "no worker takes connections at present")
+                if disconnect is not None:
+                    raise _failed(worker, disconnect) from disconnect
+                return request
+            request.close()
+            await asyncio.sleep(FIRST_BACKOFF * BACKOFF_FACTOR ** (failures - 1))
+        raise RouterError(503, "no_available_workers", "no worker takes connections at present")
 
-    async def info(self, headers: Headers, path: str) -> Exchange:
-        """Ask the first worker that is up for what is the same for all of them.
+    async def info(self, headers: Headers, path: str) -> WorkerRequest:
+        """Send a request whose response is the same for all workers to the first one that is up.
+
+        The caller must close the result.
 
         Raises:
-            Unanswered: it does not answer, or none is up.
+            RouterError: it does not respond, or no worker is up.
         """
         up = self.up()
         if not up:
-            raise Unanswered(503, "no_workers", "no worker takes connections at present")
-        exchange = Exchange(up[0])
+            raise RouterError(503, "no_workers", "no worker takes connections at present")
+        request = WorkerRequest(up[0])
         try:
-            await exchange.begin("GET", path, headers)
-        except (Refused, Broken) as error:
-            if isinstance(error, Refused):
-                self._leave_alone(up[0])
+            await request.start("GET", path, headers)
+        except (WorkerUnreachable, WorkerDisconnected) as error:
+            if isinstance(error, WorkerUnreachable):
+                self._mark_down(up[0])
             raise _failed(up[0], error) from error
-        return exchange
+        return request
 
     def _choose(self, key: bytes | None) -> Worker | None:
         up = self.up()
         if not up:
             return None
         if self._policy == "hash" and key is not None:
-            # The highest of all hashes wins, so that a worker that goes or comes moves no keys but its own.
+            # Rendezvous hashing: a worker that goes down or returns moves only its own keys.
             return max(up, key=lambda worker: _hash(key, self.workers.index(worker)))
         turn = next(self._turns) % len(up)
         if self._policy == "least_load":
             return min(up[turn:] + up[:turn], key=lambda worker: worker.running)
         return up[turn]
 
-    def _leave_alone(self, worker: Worker) -> None:
+    def _mark_down(self, worker: Worker) -> None:
         worker.down_until = asyncio.get_running_loop().time() + self._down_seconds
 
 
@@ -124,5 +126,5 @@ def _hash(key: bytes, worker: int) -> bytes:
     return hashlib.blake2b(key, digest_size=8, salt=b"%d" % worker).digest()
 
 
-def _failed(worker: Worker, error: Exception) -> Unanswered:
-    return Unanswered(500, "call_upstream_request_error", f"no answer from {worker.url}: {error}")
+def _failed(worker: Worker, error: Exception) -> RouterError:
+    return RouterError(500, "call_upstream_request_error", f"no answer from {worker.url}: {error}")

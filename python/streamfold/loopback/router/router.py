@@ -1,9 +1,9 @@
-"""A router in a box: it stands before engines as sgl-model-gateway does, and shows a client what that one shows it."""
+"""Loopback router: an HTTP router in front of several engines that behaves like sgl-model-gateway."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import orjson
 from starlette.applications import Starlette
@@ -12,9 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from streamfold.loopback.http.serving import Background, Server, listen
-from streamfold.loopback.router.balancer import ROUTING_KEY, SESSION_KEY, Fleet, Policy, Unanswered
-from streamfold.loopback.router.worker import Broken, Exchange, Worker
+from streamfold.loopback.http.responses import OrjsonResponse
+from streamfold.loopback.http.serving import HttpServer, ServerThread, listen
+from streamfold.loopback.router.balancer import ROUTING_KEY, SESSION_KEY, Balancer, Policy, RouterError
+from streamfold.loopback.router.worker import Worker, WorkerDisconnected
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Sequence
@@ -22,27 +23,34 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from typing_extensions import Self
 
-    from streamfold.loopback.http.server import Loopback
-    from streamfold.loopback.router.worker import Headers
+    from streamfold.loopback.router.worker import Headers, WorkerRequest
 
 __all__ = ["Policy", "Router"]
 
-# What of a request's headers goes on to a worker.
+# Request headers that are forwarded to the worker.
 FORWARDED = (
     b"authorization", b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", ROUTING_KEY, SESSION_KEY,
     b"x-data-parallel-rank",
 )  # fmt: skip
-# SGLang's endpoint, and vLLM's.
+# Paths that generate: SGLang's, then vLLM's.
 GENERATING = ("/generate", "/inference/v1/generate", "/v1/completions")
-# What of a response's headers does not go back: those of one connection, and the date, which the server adds anew.
-KEPT_BACK = frozenset(
+# Response headers that are not forwarded: those of one connection, and the date, which the server sets itself.
+NOT_FORWARDED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer trailers transfer-encoding upgrade "
     b"content-encoding host date".split()
 )
 
 
+class RunningEngine(Protocol):
+    """An engine with a URL, such as :class:`streamfold.loopback.Loopback`."""
+
+    @property
+    def url(self) -> str:
+        """Its URL, ``http://host:port``."""
+
+
 class Router:
-    """A router in a box, running in a thread of its own while the ``with`` block does.
+    """A router that runs in a background thread during the ``with`` block.
 
     ::
 
@@ -50,28 +58,28 @@ class Router:
             httpx.post(f"{router.url}/generate", json={"text": " a story", "stream": True})
             router.stats()  # {one.url: 1, two.url: 0}
 
-    ``POST /generate`` goes to one worker, and the stream comes back byte for byte as it comes. Who leaves the router
-    leaves the worker; a response that breaks off at the worker breaks off here. ``GET /workers`` lists the workers.
-    Aborts, pauses and weight updates are not routed: they are for the workers themselves.
+    ``POST /generate`` is sent to one worker, and its stream is forwarded byte for byte. A client's disconnect is passed
+    on to the worker, and a worker's disconnect to the client. ``GET /workers`` lists the workers. Aborts, pauses and
+    weight updates are not routed: send them to the workers themselves.
 
     Args:
-        workers: the engines, each running before the router is, or their URLs, ``http://host:port``.
-        policy: ``round_robin``; ``least_load``, the worker with the fewest requests under way here; or ``hash``, one
+        workers: the engines, which must run before the router starts, or their URLs, ``http://host:port``.
+        policy: ``round_robin``; ``least_load``, the worker with the fewest requests of this router; or ``hash``, one
             worker for each value of the header ``X-SMG-Routing-Key``, and round robin without it.
-        drops: keys that a request's JSON object loses here, as it is written anew.
-        tries: how often a request is sent at most while workers answer with 408, 429, 500, 502, 503 or 504, or not at
-            all. A response that has begun is never asked for again.
-        down_seconds: how long a worker that refuses connections is left alone.
+        drops: keys that are removed from the request's JSON object.
+        tries: maximum number of attempts per request, while workers disconnect or respond with 408, 429, 500, 502, 503
+            or 504. A request is not retried after its response has started.
+        down_seconds: how long a worker that refuses connections gets no requests.
         host: 127.0.0.1 or ::1.
-        port: 0 is any free one.
+        port: 0 is any free port.
 
     Raises:
-        ValueError: the policy is unknown, a URL is not one of a worker, or no try is left.
+        ValueError: the policy is unknown, a worker's URL is invalid, or ``tries`` is less than 1.
     """
 
     def __init__(
         self,
-        workers: Sequence[Loopback | str],
+        workers: Sequence[RunningEngine | str],
         policy: Policy = "round_robin",
         *,
         drops: Collection[str] = (),
@@ -94,94 +102,94 @@ class Router:
         self._down_seconds = down_seconds
         self._host, self._port = host, port
         self._workers: list[Worker] = []
-        self._background: Background | None = None
+        self._thread: ServerThread | None = None
 
     def __enter__(self) -> Self:
-        """Start it; requests are taken when this returns. Raises OSError if the port is taken."""
+        """Start the router; requests are accepted when this returns. Raises OSError if the port is in use."""
         self._workers = [Worker(given if isinstance(given, str) else given.url) for given in self._given]
-        fleet = Fleet(self._workers, self._policy, tries=self._tries, down_seconds=self._down_seconds)
-        app = _create_app(fleet, self._drops)
-        self._background = Background(Server(app, listen(self._host, self._port), server_header=False))
-        self._background.start()
+        balancer = Balancer(self._workers, self._policy, tries=self._tries, down_seconds=self._down_seconds)
+        app = Starlette(routes=_routes(balancer, self._drops))
+        self._thread = ServerThread(HttpServer(app, listen(self._host, self._port), server_header=False))
+        self._thread.start()
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """End it: streams are cut on both sides, sockets closed, the thread joined. Raises what it died of, if so."""
-        background = self._started
-        background.stop()
-        if background.failure is not None:
-            raise background.failure
+        """Stop the router: interrupt streams on both sides, close sockets, join the thread. Raises an earlier error."""
+        thread = self._started
+        thread.stop()
+        if thread.failure is not None:
+            raise thread.failure
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its URL."""
         return self._started.server.url
 
     def stats(self) -> dict[str, int]:
-        """Count the requests that each worker was sent, by its URL, in one moment of the router's loop."""
-        return self._started.ask(lambda: {worker.url: worker.requests for worker in self._workers})
+        """Return the number of requests that each worker was sent, by its URL, all from one moment."""
+        return self._started.call(lambda: {worker.url: worker.requests for worker in self._workers})
 
     @property
-    def _started(self) -> Background:
-        if self._background is None:
+    def _started(self) -> ServerThread:
+        if self._thread is None:
             msg = "the router runs only inside the with block"
             raise RuntimeError(msg)
-        return self._background
+        return self._thread
 
 
-class _Generate:
-    """The ASGI application behind a path that generates."""
+class _GenerateRoute:
+    """The ASGI application of a path that generates."""
 
-    def __init__(self, fleet: Fleet, path: str, drops: frozenset[str]) -> None:
-        self._fleet = fleet
+    def __init__(self, balancer: Balancer, path: str, drops: frozenset[str]) -> None:
+        self._balancer = balancer
         self._path = path
         self._drops = drops
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = HttpRequest(scope, receive)
+        http = HttpRequest(scope, receive)
         try:
-            body = orjson.loads(await request.body())
+            body = orjson.loads(await http.body())
         except ClientDisconnect:
             return
         except orjson.JSONDecodeError as error:
             await PlainTextResponse(f"the body is no JSON: {error}", 400)(scope, receive, send)
             return
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             await PlainTextResponse("the content type must be application/json", 415)(scope, receive, send)
             return
         if not isinstance(body, dict):
             await PlainTextResponse("the body is no JSON object", 422)(scope, receive, send)
             return
-        written = orjson.dumps({key: value for key, value in body.items() if key not in self._drops})
-        asked = self._fleet.generate(self._path, _forwarded(scope), written)
-        await _while_client_stays(scope, receive, _relay(asked, scope, send, streamed=body.get("stream") is True))
+        data = orjson.dumps({key: value for key, value in body.items() if key not in self._drops})
+        starting = self._balancer.generate(self._path, _forwarded(scope), data)
+        await _until_disconnect(scope, receive, _relay(starting, scope, send, streamed=body.get("stream") is True))
 
 
-class _Info:
-    """The ASGI application behind a path that one worker answers for all."""
+class _InfoRoute:
+    """The ASGI application of a path whose response is the same for all workers."""
 
-    def __init__(self, fleet: Fleet, path: str) -> None:
-        self._fleet = fleet
+    def __init__(self, balancer: Balancer, path: str) -> None:
+        self._balancer = balancer
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = self._fleet.info(_forwarded(scope), self._path)
-        await _while_client_stays(scope, receive, _relay(asked, scope, send, streamed=False))
+        starting = self._balancer.info(_forwarded(scope), self._path)
+        await _until_disconnect(scope, receive, _relay(starting, scope, send, streamed=False))
 
 
-def _create_app(fleet: Fleet, drops: frozenset[str]) -> Starlette:
+def _routes(balancer: Balancer, drops: frozenset[str]) -> list[Route]:
     async def health(_request: HttpRequest) -> Response:
         return PlainTextResponse("OK")
 
     async def readiness(_request: HttpRequest) -> Response:
-        up, total = len(fleet.up()), len(fleet.workers)
+        up, total = len(balancer.up()), len(balancer.workers)
         if not up:
-            return _json({"status": "not ready", "reason": "no worker takes connections"}, 503)
-        return _json({"status": "ready", "healthy_workers": up, "total_workers": total})
+            return OrjsonResponse({"status": "not ready", "reason": "no worker takes connections"}, 503)
+        return OrjsonResponse({"status": "ready", "healthy_workers": up, "total_workers": total})
 
     async def workers(_request: HttpRequest) -> Response:
-        up = fleet.up()
-        told = [
+        up = balancer.up()
+        states = [
             {
                 "id": f"worker-{i}",
                 "url": worker.url,
@@ -191,29 +199,29 @@ def _create_app(fleet: Fleet, drops: frozenset[str]) -> Starlette:
                 "load": worker.running,
                 "connection_mode": "HTTP",
             }
-            for i, worker in enumerate(fleet.workers)
+            for i, worker in enumerate(balancer.workers)
         ]
-        return _json({"workers": told, "total": len(told), "stats": {"regular_count": len(told)}})
+        return OrjsonResponse({"workers": states, "total": len(states), "stats": {"regular_count": len(states)}})
 
     handlers = {"/health": health, "/liveness": health, "/readiness": readiness, "/workers": workers}
     routes = [Route(path, handler, methods=["GET"]) for path, handler in handlers.items()]
-    routes += [Route(path, _Generate(fleet, path, drops), methods=["POST"]) for path in GENERATING]
+    routes += [Route(path, _GenerateRoute(balancer, path, drops), methods=["POST"]) for path in GENERATING]
     for path in ("/server_info", "/model_info"):
-        routes += [Route(alias, _Info(fleet, path), methods=["GET"]) for alias in (path, f"/get_{path[1:]}")]
-    routes.append(Route("/health_generate", _Info(fleet, "/health_generate"), methods=["GET"]))
-    return Starlette(routes=routes)
+        routes += [Route(alias, _InfoRoute(balancer, path), methods=["GET"]) for alias in (path, f"/get_{path[1:]}")]
+    routes.append(Route("/health_generate", _InfoRoute(balancer, "/health_generate"), methods=["GET"]))
+    return routes
 
 
-async def _while_client_stays(scope: Scope, receive: Receive, relay: Coroutine[Any, Any, None]) -> None:
-    """Relay until that is done, or the client leaves, or the worker breaks: then the client is left the same way."""
+async def _until_disconnect(scope: Scope, receive: Receive, relay: Coroutine[Any, Any, None]) -> None:
+    """Relay until that is done or the client disconnects. If the worker disconnects, disconnect the client."""
     relaying = asyncio.create_task(relay)
-    leaving = asyncio.create_task(_left(receive))
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({relaying, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if relaying.done():
             relaying.result()
-    except Broken:
-        # What came before goes out, and no last chunk after it.
+    except WorkerDisconnected:
+        # What was received is sent, but no last chunk after it.
         scope["state"]["transport"].close()
         await leaving
     finally:
@@ -222,55 +230,55 @@ async def _while_client_stays(scope: Scope, receive: Receive, relay: Coroutine[A
         await asyncio.wait({relaying, leaving})
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _relay(asked: Coroutine[Any, Any, Exchange], scope: Scope, send: Send, *, streamed: bool) -> None:
-    """Pass on what a worker answers. Raises Broken if a stream breaks off."""
+async def _relay(starting: Coroutine[Any, Any, WorkerRequest], scope: Scope, send: Send, *, streamed: bool) -> None:
+    """Forward a worker's response. Raises WorkerDisconnected if a stream is interrupted."""
     try:
-        answer = await asked
-    except Unanswered as error:
+        request = await starting
+    except RouterError as error:
         await _send_error(send, error)
         return
-    headers = [(name, value) for name, value in answer.headers if name not in KEPT_BACK]
+    headers = [(name, value) for name, value in request.headers if name not in NOT_FORWARDED]
     try:
         if streamed:
-            # Whatever it is: the gateway says so of an error's JSON as well.
+            # For JSON errors too, as the gateway does.
             headers = [*_without(headers, b"content-type"), (b"content-type", b"text/event-stream")]
-            await _send_stream(answer, headers, scope, send)
+            await _send_stream(request, headers, scope, send)
         else:
-            await _send_whole(answer, headers, send)
+            await _send_whole(request, headers, send)
     finally:
-        answer.close()
+        request.close()
 
 
-async def _send_stream(answer: Exchange, headers: Headers, scope: Scope, send: Send) -> None:
+async def _send_stream(request: WorkerRequest, headers: Headers, scope: Scope, send: Send) -> None:
     client: asyncio.Transport = scope["state"]["transport"]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    while (piece := await answer.read()) is not None:
+    await send({"type": "http.response.start", "status": request.status, "headers": headers})
+    while (piece := await request.read()) is not None:
         if client.is_closing():
-            await asyncio.sleep(0)  # the server learns of it, and writes nothing more
-        # This waits while the client reads slowly, and then the worker has to.
+            await asyncio.sleep(0)  # the server notices it, and writes nothing more
+        # Backpressure: this waits for a slow client, so the worker has to wait, too.
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_whole(answer: Exchange, headers: Headers, send: Send) -> None:
+async def _send_whole(request: WorkerRequest, headers: Headers, send: Send) -> None:
     try:
-        body = await answer.read_all()
-    except Broken as error:
-        await _send_error(send, Unanswered(500, "read_response_body_failed", f"{answer.worker.url}: {error}"))
+        body = await request.read_all()
+    except WorkerDisconnected as error:
+        await _send_error(send, RouterError(500, "read_response_body_failed", f"{request.worker.url}: {error}"))
         return
     length = (b"content-length", b"%d" % len(body))
-    await _send(send, answer.status, [*_without(headers, b"content-length"), length], body)
+    await _send(send, request.status, [*_without(headers, b"content-length"), length], body)
 
 
-async def _send_error(send: Send, error: Unanswered) -> None:
+async def _send_error(send: Send, error: RouterError) -> None:
     kind = {500: "internal_server_error", 503: "service_unavailable"}[error.status]
-    told = _json({"error": {"message": str(error), "type": kind, "code": error.code}})
-    await _send(send, error.status, told.raw_headers, bytes(told.body))
+    response = OrjsonResponse({"error": {"message": str(error), "type": kind, "code": error.code}})
+    await _send(send, error.status, response.raw_headers, bytes(response.body))
 
 
 async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
@@ -284,7 +292,3 @@ def _forwarded(scope: Scope) -> Headers:
 
 def _without(headers: Headers, unwanted: bytes) -> Headers:
     return [(name, value) for name, value in headers if name != unwanted]
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")

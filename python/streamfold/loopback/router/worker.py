@@ -1,4 +1,4 @@
-"""A router's side of its workers: where they are, how they fare, and one request to one of them."""
+"""The router's HTTP client: a worker's address and counters, and one request to a worker."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ import h11
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Broken", "Exchange", "Refused", "Worker"]
+__all__ = ["Headers", "Worker", "WorkerDisconnected", "WorkerRequest", "WorkerUnreachable"]
 
 Headers = list[tuple[bytes, bytes]]
 
 READ_BYTES = 1 << 16
 
 
-class Refused(Exception):  # no error of ours: the worker's state, on its way to whoever chooses another
-    """The worker takes no connection."""
+class WorkerUnreachable(Exception):  # internal: the balancer handles it
+    """The worker refuses connections."""
 
 
-class Broken(Exception):  # as above
-    """The connection ended before the response did, or what came is no HTTP."""
+class WorkerDisconnected(Exception):  # internal, too
+    """The connection was closed before the end of the response, or the response is not valid HTTP."""
 
 
 @dataclass
 class Worker:
     """An engine behind the router, at ``http://host[:port][/path]``.
 
-    ``requests`` counts those it was sent, ``running`` those that are under way. It is not asked before the loop's time
-    has reached ``down_until``. Raises ValueError if the URL is another one.
+    Attributes:
+        url: its URL, without a slash at the end.
+        requests: requests that it was sent since the start.
+        running: requests in progress.
+        down_until: time of the event loop until which it gets no requests.
+
+    Raises:
+        ValueError: the URL has another form.
     """
 
     url: str
@@ -53,8 +59,8 @@ class Worker:
         self.authority, self.path = parts.netloc, parts.path
 
 
-class Exchange:
-    """One request to a worker on a connection of its own, and the response. Whoever began it has to close it."""
+class WorkerRequest:
+    """One request to a worker and its response, on a separate connection. The caller must close it."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -65,14 +71,14 @@ class Exchange:
         self._closed = False
         worker.running += 1
 
-    async def begin(self, method: str, path: str, headers: Headers, body: bytes | None = None) -> None:
-        """Send the request; ``status`` and ``headers`` are there when this returns, names in lower case.
+    async def start(self, method: str, path: str, headers: Headers, body: bytes | None = None) -> None:
+        """Send the request and read ``status`` and ``headers``; header names are in lower case.
 
-        If it does not return, the exchange is closed.
+        It is closed if this raises.
 
         Raises:
-            Refused: nothing was sent.
-            Broken: the request may have been taken.
+            WorkerUnreachable: nothing was sent.
+            WorkerDisconnected: the worker may have received the request.
         """
         try:
             await self._connect()
@@ -86,10 +92,10 @@ class Exchange:
         self.headers = list(event.headers)
 
     async def read(self) -> bytes | None:
-        """Give what has come of the body, at most one chunk; None at its end.
+        """Return the next part of the body, at most one chunk; None at its end.
 
         Raises:
-            Broken: the end has not come, and will not.
+            WorkerDisconnected: the body is incomplete.
         """
         while not isinstance(event := await self._event(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
@@ -97,14 +103,14 @@ class Exchange:
         return None
 
     async def read_all(self) -> bytes:
-        """Give the whole body. Raises :class:`Broken` as :meth:`read` does."""
+        """Return the whole body. Raises :class:`WorkerDisconnected` as :meth:`read` does."""
         pieces = []
         while (piece := await self.read()) is not None:
             pieces.append(piece)
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Drop the connection, wherever the response stands."""
+        """Close the connection, even in the middle of the response."""
         if self._closed:
             return
         self._closed = True
@@ -116,22 +122,22 @@ class Exchange:
         try:
             self._reader, self._writer = await asyncio.open_connection(self.worker.host, self.worker.port)
         except OSError as error:
-            raise Refused(str(error)) from error
+            raise WorkerUnreachable(str(error)) from error
 
     async def _send(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes | None) -> None:
         worker, writer = self.worker, self._writer
-        assert writer is not None  # noqa: S101  # for the type checker: begin() has connected
+        assert writer is not None  # noqa: S101  # for the type checker: start() has connected
         worker.requests += 1
         fields = [(b"host", worker.authority.encode()), (b"connection", b"close"), *headers]
         if body is not None:
             fields.append((b"content-length", b"%d" % len(body)))
         events = [h11.Request(method=method, target=worker.path + path, headers=fields)]
-        sent = b"".join(filter(None, map(self._http.send, [*events, h11.Data(body or b""), h11.EndOfMessage()])))
-        writer.write(sent)
+        data = b"".join(filter(None, map(self._http.send, [*events, h11.Data(body or b""), h11.EndOfMessage()])))
+        writer.write(data)
         try:
             await writer.drain()
         except OSError as error:
-            raise Broken(str(error) or type(error).__name__) from error
+            raise WorkerDisconnected(str(error) or type(error).__name__) from error
 
     async def _event(self) -> h11.Event:
         try:
@@ -141,4 +147,4 @@ class Exchange:
                     return event
                 self._http.receive_data(await self._reader.read(READ_BYTES))
         except (OSError, h11.RemoteProtocolError) as error:
-            raise Broken(str(error) or type(error).__name__) from error
+            raise WorkerDisconnected(str(error) or type(error).__name__) from error

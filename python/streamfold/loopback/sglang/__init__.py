@@ -1,1 +1,1 @@
-"""SGLang's wire: ``/generate``, its parameters, frames and control endpoints."""
+"""Emulates SGLang: ``/generate``, its parameters, stream events and control endpoints."""

@@ -1,4 +1,4 @@
-"""SGLang's routes."""
+"""SGLang's control endpoints: abort, pause, weight versions, load, server and model info."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from streamfold.loopback.http.endpoint import Json, worker_list
-from streamfold.loopback.sglang.generate import Generate
+from streamfold.loopback.http.responses import OrjsonResponse, worker_list
+from streamfold.loopback.sglang.generate import GenerateEndpoint
 from streamfold.loopback.sglang.params import bad_request
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from streamfold.loopback.core.engine import Engine
+    from streamfold.loopback.core.scheduler import Scheduler
 
-__all__ = ["EXCEPTION_HANDLERS", "guards", "routes"]
+__all__ = ["needs_api_key", "routes"]
 
 LOAD_SECTIONS = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
 PAUSE_MODES = ("abort", "retract", "in_place")
-EXCEPTION_HANDLERS: dict[Any, Any] = {}
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
-    """Give the routes of an engine that speaks SGLang."""
-    control = _Control(engine)
+def routes(scheduler: Scheduler) -> list[BaseRoute]:
+    """Return SGLang's routes."""
+    control = _SglangControl(scheduler)
     both, get, post = ["GET", "POST"], ["GET"], ["POST"]
-    found: list[BaseRoute] = [
-        Route("/generate", Generate(engine.scheduler), methods=["POST", "PUT"]),
+    table: list[BaseRoute] = [
+        Route("/generate", GenerateEndpoint(scheduler), methods=["POST", "PUT"]),
         Route("/abort_request", control.abort_request, methods=post),
         Route("/pause_generation", control.pause_generation, methods=post),
         Route("/continue_generation", control.continue_generation, methods=post),
@@ -40,22 +39,22 @@ def routes(engine: Engine) -> list[BaseRoute]:
         Route("/workers", control.workers, methods=get),
     ]
     for name, handler in (("server_info", control.server_info), ("model_info", control.model_info)):
-        found += [Route(f"/{prefix}{name}", handler, methods=get) for prefix in ("", "get_")]
-    found += [Route(path, control.health, methods=get) for path in ("/health", "/health_generate")]
-    return found
+        table += [Route(f"/{prefix}{name}", handler, methods=get) for prefix in ("", "get_")]
+    table += [Route(path, control.health, methods=get) for path in ("/health", "/health_generate")]
+    return table
 
 
-def guards(path: str) -> bool:
-    """Say whether a path needs the key: all but the health checks."""
+def needs_api_key(path: str) -> bool:
+    """Return whether a path needs the API key: all but the health checks."""
     return "/health" not in path
 
 
-class _Control:
-    """Every route but ``/generate``."""
+class _SglangControl:
+    """Handlers of all endpoints but ``/generate``."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._config = engine.config
-        self._scheduler = engine.scheduler
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._config = scheduler.config
+        self._scheduler = scheduler
 
     async def abort_request(self, request: HttpRequest) -> Response:
         body = await _object(request)
@@ -64,7 +63,7 @@ class _Control:
         if body.get("abort_all"):
             self._scheduler.abort_all()
         elif isinstance(rid := body.get("rid"), str):
-            # With a request goes every other one whose id begins so. An id that is not live, or empty, means nothing.
+            # Aborts all requests whose ids begin with that of a live request; unknown and empty ids are ignored.
             live = self._scheduler.live if self._scheduler.is_live(rid) else []
             self._scheduler.abort(rid, [request for request in live if request.rid.startswith(rid)])
         return Response()
@@ -75,29 +74,31 @@ class _Control:
         if body is None or mode not in PAUSE_MODES:
             return self._malformed(f"mode must be one of {', '.join(PAUSE_MODES)}")
         scheduler = self._scheduler
-        scheduler.shut()
+        scheduler.close()
         if mode == "abort":
             await scheduler.drain(abort=True)
         else:
             scheduler.freeze()
             if mode == "retract":
                 scheduler.retract()
-        return Json({"message": "Generation paused successfully.", "status": "ok"})
+        return OrjsonResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, _request: HttpRequest) -> Response:
         self._scheduler.resume()
-        return Json({"message": "Generation continued successfully.", "status": "ok"})
+        return OrjsonResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_weight_version(self, request: HttpRequest) -> Response:
         body = await _object(request)
         version = None if body is None else body.get("new_version")
         if body is None or not isinstance(version, str):
             return self._malformed("new_version must be a string")
-        # Yes, the engine's default: whoever does not say false loses everything in flight.
+        # The engine's own default: unless the body says false, all requests in flight are aborted.
         if body.get("abort_all_requests", True):
             self._scheduler.abort_all()
         self._scheduler.weight_version = version
-        return Json({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+        return OrjsonResponse(
+            {"success": True, "message": f"Weight version updated to {version}", "new_version": version}
+        )
 
     async def flush_cache(self, _request: HttpRequest) -> Response:
         if self._scheduler.running or self._scheduler.waiting:
@@ -124,8 +125,8 @@ class _Control:
             "total_waiting_reqs": scheduler.waiting,
             "total_reqs": scheduler.running + scheduler.waiting,
         }
-        told = {"timestamp": time.time(), "version": config.version, "dp_rank_count": 1}
-        return Json(told | {"loads": [load], "aggregate": aggregate})
+        head = {"timestamp": time.time(), "version": config.version, "dp_rank_count": 1}
+        return OrjsonResponse(head | {"loads": [load], "aggregate": aggregate})
 
     async def server_info(self, _request: HttpRequest) -> Response:
         config, scheduler = self._config, self._scheduler
@@ -144,9 +145,9 @@ class _Control:
             "internal_states": [{"effective_max_running_requests_per_dp": config.max_running_requests}],
             "version": config.version,
         }
-        if config.sglang.release >= (0, 5, 21):
+        if config.release >= (0, 5, 21):
             info["frontend"] = config.frontend
-        return Json(info)
+        return OrjsonResponse(info)
 
     async def model_info(self, _request: HttpRequest) -> Response:
         info = {
@@ -161,21 +162,21 @@ class _Control:
             "num_experts": self._config.num_experts,
             "num_experts_per_tok": self._config.top_k,
         }
-        return Json(info)
+        return OrjsonResponse(info)
 
     async def workers(self, request: HttpRequest) -> Response:
-        """Answer as a router does."""
-        return Json(worker_list(request, self._config, self._scheduler))
+        """Respond as a router does."""
+        return OrjsonResponse(worker_list(request, self._config, self._scheduler))
 
     async def health(self, _request: HttpRequest) -> Response:
         return Response()
 
     def _malformed(self, message: str = "the body must be a JSON object") -> Response:
-        return Json(bad_request(self._config, message), status_code=400)
+        return OrjsonResponse(bad_request(self._config, message), status_code=400)
 
 
 async def _object(request: HttpRequest) -> dict[str, Any] | None:
-    """Read a body that is a JSON object or empty; None if it is anything else."""
+    """Parse a body that is a JSON object or empty; None for anything else."""
     raw = await request.body()
     try:
         body = orjson.loads(raw or b"{}")

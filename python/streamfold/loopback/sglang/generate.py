@@ -1,4 +1,4 @@
-"""SGLang's ``/generate``."""
+"""SGLang's ``/generate`` endpoint."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from streamfold.loopback.core.request_params import MalformedBody
-from streamfold.loopback.http.endpoint import Endpoint, Json
-from streamfold.loopback.sglang.params import bad_request, check_body, read_asks
+from streamfold.loopback.http.endpoint import Endpoint
+from streamfold.loopback.http.responses import OrjsonResponse
+from streamfold.loopback.sglang.params import bad_request, check_body, read_generate
 from streamfold.loopback.sglang.request import SglangRequest
-from streamfold.loopback.sglang.wire import error_event, error_frame
+from streamfold.loopback.sglang.wire import SglangFormat, error_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,41 +19,46 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-    from streamfold.loopback.core.request import Request
+    from streamfold.loopback.core.request import EngineRequest
     from streamfold.loopback.core.request_params import InvalidRequest
+    from streamfold.loopback.core.scheduler import Scheduler
 
-__all__ = ["Generate"]
+__all__ = ["GenerateEndpoint"]
 
 
-class Generate(Endpoint[dict[str, Any]]):
-    """The ASGI application behind ``/generate``."""
+class GenerateEndpoint(Endpoint[dict[str, Any]]):
+    """The ASGI application of ``/generate``."""
 
-    def _check(self, http: HttpRequest, body: bytes) -> dict[str, Any]:  # noqa: ARG002  # no header matters
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._format = SglangFormat.of(self._config)
+
+    def _parse(self, http: HttpRequest, body: bytes) -> dict[str, Any]:  # noqa: ARG002  # no header matters
         try:
             return check_body(orjson.loads(body), self._config)
         except orjson.JSONDecodeError as error:
             raise MalformedBody(bad_request(self._config, f"the body is not JSON: {error}")) from error
 
-    def _streams(self, asked: dict[str, Any]) -> bool:
-        return bool(asked.get("stream"))
+    def _is_streamed(self, parsed: dict[str, Any]) -> bool:
+        return bool(parsed.get("stream"))
 
-    def _requests(self, asked: dict[str, Any], notify: Callable[[], None]) -> list[Request]:
-        return [SglangRequest(ask, self._config, notify=notify) for ask in read_asks(asked, self._config)]
+    def _make_requests(self, parsed: dict[str, Any], notify: Callable[[], None]) -> list[EngineRequest]:
+        return [SglangRequest(params, self._config, notify=notify) for params in read_generate(parsed, self._config)]
 
     def _error_event(self, error: InvalidRequest) -> bytes:
-        return error_event(self._config.sglang, str(error))
+        return self._format.error_event(str(error))
 
-    def _refused(self, error: InvalidRequest) -> Response:
-        return Json(error_frame(self._config.sglang, str(error)), status_code=400)
+    def _error_response(self, error: InvalidRequest) -> Response:
+        return OrjsonResponse(error_frame(self._format, str(error)), status_code=400)
 
-    def _http_refusal(self, request: Request) -> Response | None:
-        if request.refusal is None:
+    def _failure_response(self, request: EngineRequest) -> Response | None:
+        if request.http_failure is None:
             return None
-        status, message = request.refusal
-        if status not in {500, 503} and self._config.sglang.release < (0, 5, 23):
+        status, message = request.http_failure
+        if status not in {500, 503} and self._config.release < (0, 5, 23):
             return None
-        return Json(self._config.sglang.http_error(message, status), status_code=status)
+        return OrjsonResponse(self._format.http_error(message, status), status_code=status)
 
-    def _body(self, requests: list[Request]) -> object:
-        answers = [request.body(self._scheduler.weight_version) for request in requests]
-        return answers if requests[0].ask.index is not None else answers[0]
+    def _body(self, requests: list[EngineRequest]) -> object:
+        bodies = [request.body(self._scheduler.weight_version) for request in requests]
+        return bodies if requests[0].params.index is not None else bodies[0]

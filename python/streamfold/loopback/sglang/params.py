@@ -1,25 +1,25 @@
-"""Reads the body of SGLang's ``POST /generate`` and says no in the engine's ways.
+"""Parses and validates the body of SGLang's ``POST /generate``, with the engine's own error messages.
 
-What the HTTP layer refuses is :class:`MalformedBody`, an HTTP 400. What comes to light later is
-:class:`InvalidRequest`: in a stream it is an event, since by then the response has begun.
+What the HTTP layer rejects raises :class:`MalformedBody`, an HTTP 400. What is rejected later raises
+:class:`InvalidRequest`: in a stream that is an event, because the response has started.
 """
 
 from __future__ import annotations
 
 import uuid
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback.core.request_params import Ask, InvalidRequest, MalformedBody, SamplingParams
+from streamfold.loopback.core.request_params import InvalidRequest, MalformedBody, RequestParams, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from streamfold.loopback.core.config import Config
 
-__all__ = ["EXPERTS_DTYPES", "bad_request", "check_body", "read_asks"]
+__all__ = ["EXPERTS_DTYPES", "bad_request", "check_body", "read_generate"]
 
-# What one image adds in front of the prompt, in tokens.
+# Placeholder tokens that one image adds in front of the prompt.
 IMAGE_TOKENS = 16
 
 _NO_EFFECT = {
@@ -30,6 +30,7 @@ _NO_EFFECT = {
     "spaces_between_special_tokens",
 }
 _NOT_OFFERED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width"}
+_SAMPLING_KEYS = {f.name for f in fields(SamplingParams)}
 _TYPES: dict[str, tuple[type, ...]] = {
     "stream": (bool,),
     "rid": (str, list),
@@ -49,34 +50,37 @@ _TYPES: dict[str, tuple[type, ...]] = {
 EXPERTS_DTYPES = {"int32": "<i4", "uint8": "u1", "uint16": "<u2"}
 
 
-def read_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Read the object of the wire. Raises InvalidRequest.
+def _read_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """Parse ``sampling_params``. Raises InvalidRequest.
 
-    ``custom_params`` may hold ``return_top_p_token_ids``, and ``null_logprobs_at``: positions in the output whose
-    logprob is told as null, as after a NaN. Penalties and ``logit_bias`` are taken and change nothing.
+    ``custom_params`` may contain ``return_top_p_token_ids``, and ``null_logprobs_at``: positions in the output whose
+    logprob is sent as null, as after a NaN. Penalties and ``logit_bias`` are accepted without effect.
     """
-    known = {f.name for f in fields(SamplingParams)}
     values = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
-    for key in values:
-        if key in _NOT_OFFERED:
-            msg = f"the loopback engine does not offer {key}: leave it out"
-            raise InvalidRequest(msg)
-        if key not in known | _NO_EFFECT:
-            msg = f"unknown sampling parameter {key!r}"
-            raise InvalidRequest(msg)
-    values = {key: value for key, value in values.items() if key in known}
+    _check_keys(values)
+    values = {key: value for key, value in values.items() if key in _SAMPLING_KEYS}
     stop = values.get("stop", ())
     try:
         values["stop"] = tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
         values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
-        params = SamplingParams(**values)
-        _check_params(params)
+        sampling = SamplingParams(**values)
+        _check_sampling(sampling)
     except TypeError as error:
         raise InvalidRequest(str(error)) from error
-    return params
+    return sampling
 
 
-def _check_params(params: SamplingParams) -> None:
+def _check_keys(values: Mapping[str, Any]) -> None:
+    for key in values:
+        if key in _NOT_OFFERED:
+            msg = f"the loopback engine does not offer {key}: leave it out"
+            raise InvalidRequest(msg)
+        if key not in _SAMPLING_KEYS | _NO_EFFECT:
+            msg = f"unknown sampling parameter {key!r}"
+            raise InvalidRequest(msg)
+
+
+def _check_sampling(params: SamplingParams) -> None:
     if not all(isinstance(text, str) for text in params.stop):
         msg = f"stop must be a string or a list of strings, got {params.stop!r}."
     elif not isinstance(params.custom_params, dict):
@@ -108,28 +112,40 @@ def check_body(body: object, config: Config) -> dict[str, Any]:
     """Check what the HTTP layer checks before anything is sent. Raises MalformedBody."""
     if not isinstance(body, dict):
         raise MalformedBody(bad_request(config, "the body must be a JSON object"))
+    _check_types(body, config)
+    _check_entries(body, config)
+    if config.release >= (0, 5, 22):
+        _check_sampling_schema(body.get("sampling_params") or {})
+    return body
+
+
+def _check_types(body: Mapping[str, Any], config: Config) -> None:
     for key, types in _TYPES.items():
         value = body.get(key)
         if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
             wanted = " or ".join(t.__name__ for t in types)
             raise MalformedBody(bad_request(config, f"{key} must be {wanted}, got {type(value).__name__}"))
+
+
+def _check_entries(body: Mapping[str, Any], config: Config) -> None:
     for key, kinds in (("rid", (str,)), ("text", (str,)), ("input_ids", (int, list))):
         entries = body.get(key)
         if isinstance(entries, list) and not any(all(isinstance(entry, kind) for entry in entries) for kind in kinds):
             raise MalformedBody(bad_request(config, f"{key} has entries of a wrong type"))
-    if config.sglang.release >= (0, 5, 22):
-        known = {f.name for f in fields(SamplingParams)} | _NO_EFFECT | _NOT_OFFERED
-        for key, value in (body.get("sampling_params") or {}).items():
-            if key not in known:
-                raise MalformedBody({"error": f"unknown field `{key}`, expected one of {', '.join(sorted(known))}"})
-            if not _scalar_fits(key, value):
-                raise MalformedBody({"error": f"invalid type for `{key}`: {value!r}"})
-    return body
+
+
+def _check_sampling_schema(given: Mapping[str, Any]) -> None:
+    known = _SAMPLING_KEYS | _NO_EFFECT | _NOT_OFFERED
+    for key, value in given.items():
+        if key not in known:
+            raise MalformedBody({"error": f"unknown field `{key}`, expected one of {', '.join(sorted(known))}"})
+        if not _scalar_fits(key, value):
+            raise MalformedBody({"error": f"invalid type for `{key}`: {value!r}"})
 
 
 def bad_request(config: Config, message: str) -> dict[str, Any]:
-    """Give the answer to a body that is no request."""
-    if config.sglang.rust:
+    """Return the error body of an HTTP 400 for a malformed request."""
+    if config.rust:
         return {"error": {"message": message, "code": 400}}
     return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
 
@@ -147,46 +163,57 @@ def _scalar_fits(key: str, value: object) -> bool:
     return True
 
 
-def read_asks(body: Mapping[str, Any], config: Config) -> list[Ask]:
-    """Read what a checked body asks for: one generation, or several with an index each. Raises InvalidRequest."""
-    params = read_params(body.get("sampling_params") or {})
-    if params.stop and config.skip_tokenizer_init:
+def read_generate(body: Mapping[str, Any], config: Config) -> list[RequestParams]:
+    """Parse a checked body: one generation, or several with an index each. Raises InvalidRequest."""
+    sampling = _read_sampling(body.get("sampling_params") or {})
+    if sampling.stop and config.skip_tokenizer_init:
         msg = "stop strings need a tokenizer, and the engine was started without (skip_tokenizer_init)"
         raise InvalidRequest(msg)
     prompts, batched = _prompts(body, config)
+    shared = _shared_params(body, sampling, config)
+    rids = _rids(body.get("rid"), len(prompts), batched=batched)
+    for prompt in prompts:
+        _check_prompt(prompt, sampling, config)
+    found = []
+    for prompt, rid in zip(prompts, rids, strict=True):
+        found += _outputs(replace(shared, rid=rid, prompt=prompt))
+    return _numbered(found) if batched or sampling.n > 1 else found
+
+
+def _outputs(params: RequestParams) -> list[RequestParams]:
+    """Return the ``n`` generations of one prompt; if there are several, none has the rid that the client sent."""
+    n = params.sampling.n
+    return [replace(params, rid=params.rid if n == 1 else uuid.uuid4().hex, seed=params.seed + i) for i in range(n)]
+
+
+def _numbered(generations: list[RequestParams]) -> list[RequestParams]:
+    return [replace(params, index=index) for index, params in enumerate(generations)]
+
+
+def _shared_params(body: Mapping[str, Any], sampling: SamplingParams, config: Config) -> RequestParams:
+    """Parse what all generations of a body have in common; ``rid`` and ``prompt`` are left empty."""
     dtype = body.get("routed_experts_dtype") or "int32"
     if dtype not in EXPERTS_DTYPES:
         msg = f"routed_experts_dtype must be one of {', '.join(EXPERTS_DTYPES)}, got {dtype!r}"
         raise InvalidRequest(msg)
-    several = batched or params.n > 1
-    rids = _rids(body.get("rid"), len(prompts), batched=batched)
-    asks: list[Ask] = []
-    for prompt, rid in zip(prompts, rids, strict=True):
-        _check_prompt(prompt, params, config)
-        for copy in range(params.n):
-            asks.append(
-                Ask(
-                    # Of several answers to one prompt none has the rid that was sent.
-                    rid=rid if params.n == 1 else uuid.uuid4().hex,
-                    prompt=prompt,
-                    params=params,
-                    index=len(asks) if several else None,
-                    seed=(config.seed if params.sampling_seed is None else params.sampling_seed) + copy,
-                    stream=bool(body.get("stream")),
-                    logprobs=bool(body.get("return_logprob")),
-                    logprob_start=_or(body.get("logprob_start_len"), -1),
-                    top_logprobs=_or(body.get("top_logprobs_num"), 0),
-                    logprob_texts=bool(body.get("return_text_in_logprobs")),
-                    null_logprobs_at=frozenset(params.custom_params.get("null_logprobs_at", ())),
-                    top_p=bool(params.custom_params.get("return_top_p_token_ids")),
-                    experts=bool(body.get("return_routed_experts")),
-                    experts_start=_or(body.get("routed_experts_start_len"), 0),
-                    experts_dtype=dtype,
-                    prompt_ids=bool(body.get("return_prompt_token_ids")),
-                    sampling_mask=bool(body.get("return_sampling_mask")),
-                )
-            )
-    return asks
+    return RequestParams(
+        rid="",
+        prompt=[],
+        sampling=sampling,
+        seed=config.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        stream=bool(body.get("stream")),
+        logprobs=bool(body.get("return_logprob")),
+        logprob_start=_or(body.get("logprob_start_len"), -1),
+        top_logprobs=_or(body.get("top_logprobs_num"), 0),
+        logprob_texts=bool(body.get("return_text_in_logprobs")),
+        null_logprobs_at=frozenset(sampling.custom_params.get("null_logprobs_at", ())),
+        top_p=bool(sampling.custom_params.get("return_top_p_token_ids")),
+        experts=bool(body.get("return_routed_experts")),
+        experts_start=_or(body.get("routed_experts_start_len"), 0),
+        experts_dtype=dtype,
+        prompt_ids=bool(body.get("return_prompt_token_ids")),
+        sampling_mask=bool(body.get("return_sampling_mask")),
+    )
 
 
 def _or(value: int | None, default: int) -> int:
@@ -199,7 +226,7 @@ def _prompts(body: Mapping[str, Any], config: Config) -> tuple[list[list[int]], 
     if ids is None and text is None:
         msg = "Either text or input_ids should be provided."
         raise InvalidRequest(msg)
-    if ids is not None and text is not None and config.sglang.rust:
+    if ids is not None and text is not None and config.rust:
         msg = "validation failed: text and input_ids exclude each other"
         raise InvalidRequest(msg)
     if ids is not None:
@@ -216,8 +243,8 @@ def _prompts(body: Mapping[str, Any], config: Config) -> tuple[list[list[int]], 
         raise InvalidRequest(msg)
     images = body.get("image_data")
     if images:
-        # An image takes the place of many tokens: the prompt is longer than what was sent. Ids that hold the
-        # placeholders already, those of a response that is gone on with, are left alone.
+        # An image adds placeholder tokens to the prompt. Ids that contain the placeholders already, those of a resumed
+        # response, are left as they are.
         pads = [config.tokenizer.image_token_id] * (IMAGE_TOKENS * (len(images) if isinstance(images, list) else 1))
         prompts = [prompt if prompt[: len(pads)] == pads else pads + prompt for prompt in prompts]
     return prompts, batched
@@ -236,7 +263,7 @@ def _rids(given: str | list[str] | None, count: int, *, batched: bool) -> list[s
 
 def _check_prompt(prompt: list[int], params: SamplingParams, config: Config) -> None:
     if not prompt:
-        msg = "validation failed: input_ids cannot be empty" if config.sglang.rust else "input_ids cannot be empty."
+        msg = "validation failed: input_ids cannot be empty" if config.rust else "input_ids cannot be empty."
         raise InvalidRequest(msg)
     if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in prompt):
         msg = f"input_ids must be integers from 0 to {config.vocab_size - 1}."

@@ -1,10 +1,10 @@
-"""Writes replies in the SGLang dialect: pure functions from what was generated to the bytes of its events.
+"""SGLang's wire format: writes a reply as the events of ``/generate``, for each emulated version and frontend.
 
-A :class:`Reply` is what there is to tell, a :class:`Dialect` how it is told, a :class:`Writer` the events of one reply
-in their order. :func:`stream` writes a whole reply at once::
+A ``Reply`` is what was generated, a :class:`SglangFormat` how it is written, a :class:`SglangWriter` writes the events
+of one reply. :func:`stream` writes a whole reply at once, without a server::
 
     reply = Reply(token_ids=[21, 2], logprobs=[-0.25, -1.5], pieces=[" Hi", ""], finish=stopped(2))
-    body = b"".join(stream(reply, Dialect(incremental=True), cuts=[1]))
+    body = b"".join(stream(reply, SglangFormat(incremental=True), splits=[1]))
 """
 
 from __future__ import annotations
@@ -13,197 +13,184 @@ import base64
 import itertools
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import orjson
 
-from streamfold.loopback.core.reply import DONE, Finish, Frame, Reply, length, shuffled, stopped, version_spans
+from streamfold.loopback.core.reply import DONE, Finish, Frame, Reply, shuffled, version_spans
+from streamfold.loopback.core.versions import NEWEST, check_version
+from streamfold.loopback.core.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from typing_extensions import Self
+
+    from streamfold.loopback.core.config import Config
+
 __all__ = [
-    "DONE",
-    "Dialect",
-    "Reply",
-    "Writer",
+    "SglangFormat",
+    "SglangWriter",
     "aborted",
     "aborted_in_queue",
     "error_event",
-    "length",
+    "error_frame",
     "queue_full",
     "refused",
-    "stopped",
     "stream",
     "whole",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """How an engine writes: its mode, which of its two frontends writes, and its release.
+class SglangFormat(WireFormat):
+    """How SGLang writes: cumulative or ``incremental`` streams, version, frontend."""
 
-    ``shuffle`` is a seed: the keys of each object come in another order in each event.
-    """
+    engine: ClassVar[Literal["sglang", "vllm"]] = "sglang"
 
+    version: str = NEWEST["sglang"]
     incremental: bool = False
-    frontend: Literal["python", "rust"] = "python"
-    version: str = "0.5.23"
-    shuffle: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.frontend not in {"python", "rust"}:
-            msg = f"frontend must be 'python' or 'rust', got {self.frontend!r}"
-            raise ValueError(msg)
-        oldest = (0, 5, 11) if self.incremental else (0, 5, 10)
-        if self.release < oldest:
-            # Before, an incremental stream lost ids, or repeated all logprobs in each event.
-            mode = "incremental" if self.incremental else "cumulative"
-            msg = f"the {mode} stream is written as from {'.'.join(map(str, oldest))} on, not as in {self.version}"
-            raise ValueError(msg)
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the format of an engine with this configuration."""
+        return cls(
+            incremental=config.incremental,
+            frontend=config.frontend,
+            version=config.version,
+            shuffle_keys=config.shuffle_keys,
+        )
 
-    @cached_property
-    def release(self) -> tuple[int, int, int]:
-        """The release as numbers; suffixes such as ``.post1`` do not count."""
-        try:
-            major, minor, patch = (int(part) for part in self.version.split(".")[:3])
-        except ValueError:
-            msg = f"version must look like 0.5.23 or 0.5.15.post1, got {self.version!r}"
-            raise ValueError(msg) from None
-        return major, minor, patch
-
-    @property
-    def rust(self) -> bool:
-        """Whether the Rust frontend writes."""
-        return self.frontend == "rust"
+    def _check_version(self) -> None:
+        check_version(self.engine, self.version, incremental=self.incremental)
 
     def error_event(self, message: str, code: int = 400) -> bytes:
-        """Write the event that tells of an error instead of tokens."""
+        """Return the stream event that reports an error instead of tokens."""
         return error_event(self, message, code)
 
     def http_error(self, message: str, status: int) -> Frame:
-        """Give the body of an answer with a status that is none of success."""
+        """Return the body of a response with an HTTP error status."""
         if self.rust:
             return error_frame(self, message, status)
         return {"object": "error", "message": message, "type": str(status), "param": None, "code": status}
 
 
 def aborted(message: str = "Aborted") -> Finish:
-    """Finish by an abort of a running request."""
+    """Return the finish reason of a running request that was aborted."""
     return {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
 
 def aborted_in_queue(message: str = "Abort in waiting queue") -> Finish:
-    """Finish by an abort of a request that waited, never started or retracted."""
+    """Return the finish reason of a request that was aborted in the queue, not started yet or retracted."""
     return {"type": "abort", "message": message}
 
 
 def queue_full() -> Finish:
-    """Finish before the start: no room in the queue."""
+    """Return the finish reason of a request that found the queue full."""
     return {"type": "abort", "status_code": 503, "message": "The request queue is full."}
 
 
 def refused(message: str, status_code: int = 400, err_type: str | None = "BadRequestError") -> Finish:
-    """Finish by the scheduler's refusal."""
+    """Return the finish reason of a request that the scheduler rejects."""
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": err_type}
 
 
-def stream(reply: Reply, dialect: Dialect, cuts: Iterable[int] = ()) -> Iterator[bytes]:
+def stream(reply: Reply, wire_format: SglangFormat, splits: Iterable[int] = ()) -> Iterator[bytes]:
     """Write all events of a finished reply, ``[DONE]`` included.
 
-    ``cuts`` are the token counts after which an event is sent, never falling; two equal ones make an event without new
-    tokens. What is left after the last cut goes with the terminal event. There a reply that was aborted in the queue
-    has what was not sent yet glued before what it repeats, as the Python frontend does for a slow reader.
+    ``splits`` are the token counts after which an event is sent, in ascending order; two equal ones make an event
+    without new tokens. The remaining tokens are sent with the terminal event. If the reply was aborted in the queue,
+    that event contains the unsent tokens, followed by all tokens once more, as the Python frontend does for a slow
+    reader.
     """
-    writer = Writer(reply, dialect)
-    for cut in cuts:
-        yield writer.event(cut)
+    writer = SglangWriter(reply, wire_format)
+    for tokens in splits:
+        yield writer.event(tokens)
     yield writer.terminal()
     yield DONE
 
 
-def whole(reply: Reply, dialect: Dialect) -> Frame:
-    """Give the body of a reply that is not streamed, as an object."""
-    return Writer(reply, replace(dialect, incremental=False)).terminal_frame()
+def whole(reply: Reply, wire_format: SglangFormat) -> Frame:
+    """Return the body of an unstreamed reply, as an object."""
+    return SglangWriter(reply, replace(wire_format, incremental=False)).terminal_frame()
 
 
-def error_event(dialect: Dialect, message: str, code: int = 400, index: int | None = None) -> bytes:
-    """Write the event that tells of an error instead of tokens."""
-    return _event(error_frame(dialect, message, code, index))
+def error_event(wire_format: SglangFormat, message: str, code: int = 400, index: int | None = None) -> bytes:
+    """Return the stream event that reports an error; ``index`` is that of one generation among several."""
+    return _event(error_frame(wire_format, message, code, index))
 
 
-def error_frame(dialect: Dialect, message: str, code: int = 400, index: int | None = None) -> Frame:
-    """Give the object of an error event, in the shape of the release."""
+def error_frame(wire_format: SglangFormat, message: str, code: int = 400, index: int | None = None) -> Frame:
+    """Return the object of an error event, as the emulated version writes it."""
     error: dict[str, Any] = {"message": message}
-    if dialect.rust:
+    if wire_format.rust:
         error["code"] = code
         return {"error": error} if index is None else {"error": error, "index": index}
-    if dialect.release >= (0, 5, 13):
-        # Only as from 0.5.17 may what was raised bring another code.
-        code = code if dialect.release >= (0, 5, 17) else 400
+    if wire_format.release >= (0, 5, 13):
+        # Before 0.5.17 the code is always 400.
+        code = code if wire_format.release >= (0, 5, 17) else 400
         error |= {"type": "invalid_request_error", "code": code, "retryable": False}
     return {"error": error}
 
 
-class Writer:
-    """Writes the events of one reply, in order; remembers how much of it was sent.
+class SglangWriter:
+    """Writes the events of one reply, in order; keeps how much of it was sent.
 
-    The reply may grow between two events. Events that a slow reader did not take are joined by not asking for them:
-    the next one brings all that is new.
+    The reply may grow between two events. To join events for a slow reader, skip them: the next one contains all new
+    tokens.
     """
 
-    def __init__(self, reply: Reply, dialect: Dialect, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, reply: Reply, wire_format: SglangFormat, *, clock: Callable[[], float] = time.time) -> None:
         self.reply = reply
         self.sent = 0  # tokens
-        self._dialect = dialect
+        self._format = wire_format
         self._clock = clock
         self._events = 0
         self._sent_inputs = False
 
     def event(self, tokens: int) -> bytes:
-        """Write the event that brings the reply to so many tokens, and is not the last."""
+        """Return the event that extends the reply to ``tokens`` tokens; not the last one."""
         return self._write(self.frame(tokens))
 
-    def ending(self) -> list[bytes]:
-        """Write the last events."""
+    def last_events(self) -> list[bytes]:
+        """Return the last events."""
         return [self.terminal()]
 
     def terminal(self) -> bytes:
-        """Write the event with the finish reason; an error event where the Rust frontend makes one of it."""
+        """Return the event with the finish reason; the Rust frontend sends an error event for some of them."""
         return self._write(self.terminal_frame())
 
     def terminal_frame(self) -> Frame:
-        """Give the object of the terminal event."""
+        """Return the object of the terminal event."""
         finish = self.reply.finish
         if finish is None:
             msg = "the reply has no finish reason yet"
             raise ValueError(msg)
-        if self._dialect.rust:
+        if self._format.rust:
             status = finish.get("status_code")
             if status is not None:
-                return error_frame(self._dialect, finish["message"], status, self.reply.index)
+                return error_frame(self._format, finish["message"], status, self.reply.index)
         elif self.reply.in_queue:
             return self._queue_frame()
         return self.frame(len(self.reply.token_ids), last=True)
 
     def frame(self, tokens: int, *, last: bool = False) -> Frame:
-        """Give the object of an event, and count its tokens as sent."""
-        reply, dialect = self.reply, self._dialect
+        """Return the object of an event, and count its tokens as sent."""
+        reply, wire_format = self.reply, self._format
         if not self.sent <= tokens <= len(reply.token_ids):
             msg = f"cannot go from {self.sent} tokens to {tokens}: the reply has {len(reply.token_ids)}"
             raise ValueError(msg)
-        part = slice(self.sent if dialect.incremental else 0, tokens)
+        part = slice(self.sent if wire_format.incremental else 0, tokens)
         self.sent = tokens
         self._events += 1
-        make_meta = self._rust_meta if dialect.rust else self._python_meta
+        make_meta = self._rust_meta if wire_format.rust else self._python_meta
         meta = make_meta(part, last=last)
         ids = reply.token_ids[part]
         frame: Frame = {}
         if reply.pieces is not None:
             frame["text"] = "".join(reply.pieces[part])
-        if dialect.rust:
+        if wire_format.rust:
             frame |= {"text": frame.get("text", ""), "meta_info": meta}
             if ids:
                 frame["output_ids"] = ids
@@ -217,12 +204,12 @@ class Writer:
         return frame
 
     def _write(self, frame: Frame) -> bytes:
-        if self._dialect.shuffle is not None:
-            frame = shuffled(frame, b"%d/%d/" % (self._dialect.shuffle, self._events))
+        if self._format.shuffle_keys is not None:
+            frame = shuffled(frame, b"%d/%d/" % (self._format.shuffle_keys, self._events))
         return _event(frame)
 
     def _python_meta(self, part: slice, *, last: bool) -> Frame:
-        reply, release = self.reply, self._dialect.release
+        reply, release = self.reply, self._format.release
         meta: Frame = {
             "id": reply.rid,
             "finish_reason": reply.finish if last else None,
@@ -262,7 +249,7 @@ class Writer:
             meta["finish_reason"] = aborted(reply.finish["message"])
         pairs = self._pairs(part)
         if pairs:
-            repeated = self._dialect.incremental and self._sent_inputs
+            repeated = self._format.incremental and self._sent_inputs
             self._sent_inputs = True
             meta["output_token_logprobs"] = pairs
             meta["input_token_logprobs"] = [] if repeated else self._inputs()
@@ -277,18 +264,18 @@ class Writer:
         return meta
 
     def _queue_frame(self) -> Frame:
-        """Give the abort frame of a queued or retracted request: made apart, so no delta, and only some of the keys."""
-        reply, dialect = self.reply, self._dialect
+        """Return the abort frame of a queued or retracted request: not a delta, and with only some of the keys."""
+        reply, wire_format = self.reply, self._format
         tokens = len(reply.token_ids)
-        # A delta that still waits to be sent is joined to the frame; all but the lists and the text is the frame's.
-        delta = slice(self.sent, tokens) if dialect.incremental else slice(0)
+        # An unsent delta is joined to the frame: its lists and its text are put in front.
+        delta = slice(self.sent, tokens) if wire_format.incremental else slice(0)
         every = slice(0, tokens)
         self.sent = tokens
         self._events += 1
         frame: Frame = {"text": ""}
         if reply.pieces is not None:
             frame["text"] = "".join(reply.pieces[delta]) + "".join(reply.pieces[every])
-        whole_ids = not dialect.incremental and dialect.release >= (0, 5, 20)
+        whole_ids = not wire_format.incremental and wire_format.release >= (0, 5, 20)
         frame["output_ids"] = reply.token_ids[delta] + reply.token_ids[0 if whole_ids else -1 :]
         meta: Frame = {
             "id": reply.rid,
@@ -296,7 +283,7 @@ class Writer:
             "weight_version": self._label(tokens, last=True),
             "e2e_latency": self._clock() - reply.arrived,
         }
-        if dialect.release >= (0, 5, 19):
+        if wire_format.release >= (0, 5, 19):
             meta["weight_versions"] = self._spans(tokens)
         if reply.logprobs is not None:
             meta["input_token_logprobs"] = self._inputs()
@@ -324,7 +311,7 @@ class Writer:
             "output_token_logprobs_length": count,
         }
         if reply.top_logprobs is not None:
-            found["input_top_logprobs"] = []  # nobody asks for those of the prompt
+            found["input_top_logprobs"] = []  # those of the prompt are not supported
             found["output_top_logprobs"] = [_triples(row) for row in reply.top_logprobs[part]]
         return found
 
@@ -342,7 +329,7 @@ class Writer:
 
     def _label(self, tokens: int, *, last: bool) -> str:
         reply = self.reply
-        if last and self._dialect.release >= (0, 5, 19) and tokens and reply.versions:
+        if last and self._format.release >= (0, 5, 19) and tokens and reply.versions:
             return reply.versions[tokens - 1]
         return reply.label
 

@@ -1,1 +1,1 @@
-"""The engine's other tongue: vLLM's ``/inference/v1/generate`` and what belongs to it."""
+"""Emulates vLLM: ``/inference/v1/generate``, ``/v1/completions``, and the control endpoints."""

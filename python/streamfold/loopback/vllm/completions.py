@@ -1,10 +1,10 @@
-"""Writes replies as the events of ``/v1/completions`` with ``return_token_ids``."""
+"""Writes a reply as the events of vLLM's ``/v1/completions`` with ``return_token_ids``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from streamfold.loopback.vllm.wire import LOWEST_LOGPROB, Dialect, Told, Writer
+from streamfold.loopback.vllm.wire import LOWEST_LOGPROB, ResponseOptions, VllmFormat, VllmWriter
 
 if TYPE_CHECKING:
     from streamfold.loopback.core.reply import Frame, Reply
@@ -12,25 +12,27 @@ if TYPE_CHECKING:
 __all__ = ["CompletionWriter"]
 
 
-class CompletionWriter(Writer):
-    """Writes the events of one completion. Token ids come with those whose ``return_token_ids`` gave prompt ids.
+class CompletionWriter(VllmWriter):
+    """Writes the events of one completion; with token ids if the reply has ``prompt_token_ids``.
 
-    Its id is the reply's without what tells several prompts of one body apart.
+    Its id is the reply's without the suffix that numbers the prompts of one body.
     """
 
-    def __init__(self, reply: Reply, dialect: Dialect, told: Told, model: str, *, ids_as_text: bool = False) -> None:
-        super().__init__(reply, dialect, told)
+    def __init__(
+        self, reply: Reply, wire_format: VllmFormat, options: ResponseOptions, model: str, *, ids_as_text: bool = False
+    ) -> None:
+        super().__init__(reply, wire_format, options)
         self._model = model
         self._ids_as_text = ids_as_text
         self._created = int(self._clock())
-        self._offset = 0  # characters told
+        self._offset = 0  # characters sent
 
     @property
     def _is_dropped(self) -> bool:
         return False
 
     def whole(self, model: str) -> Frame:
-        """Give the body of a reply that is not streamed, as an object."""
+        """Return the body of an unstreamed reply, as an object."""
         choice = self._choice(slice(0, len(self.reply.token_ids)), last=True)
         usage = self._usage(len(self.reply.token_ids), details=True)
         frame = {**self._head, "model": model, "choices": [choice]}
@@ -43,7 +45,7 @@ class CompletionWriter(Writer):
         self.sent = tokens
         if last:
             frame["system_fingerprint"] = self._fingerprint
-        if self._told.continuous_usage:
+        if self._options.continuous_usage:
             frame["usage"] = self._usage(tokens, details=False)
         return frame
 
@@ -58,7 +60,7 @@ class CompletionWriter(Writer):
 
     @property
     def _fingerprint(self) -> str:
-        return f"vllm-{self._dialect.version}-loopback"
+        return f"vllm-{self._format.version}-loopback"
 
     def _choice(self, part: slice, *, last: bool) -> Frame:
         reply = self.reply
@@ -82,14 +84,14 @@ class CompletionWriter(Writer):
         for i in range(part.start, part.stop):
             row = reply.top_logprobs[i]
             labels = [self._label(reply.logprob_texts[i], row[0][1])]
-            labels += [self._label(self._told.decode(token), token) for _, token in row[1:]]
+            labels += [self._label(self._options.decode(token), token) for _, token in row[1:]]
             offsets.append(self._offset)
             names.append(labels[0])
-            # Keyed by text, so that candidates which read alike become one.
+            # Keyed by text: candidates with the same text are merged.
             tops.append({label: _clamped(logprob) for label, (logprob, _) in zip(labels, row, strict=True)})
             self._offset += len(labels[0])
-        told = [_clamped(logprob) for logprob in reply.logprobs[part]]
-        return {"text_offset": offsets, "token_logprobs": told, "tokens": names, "top_logprobs": tops}
+        sampled = [_clamped(logprob) for logprob in reply.logprobs[part]]
+        return {"text_offset": offsets, "token_logprobs": sampled, "tokens": names, "top_logprobs": tops}
 
     def _label(self, text: str, token: int) -> str:
         return f"token_id:{token}" if self._ids_as_text else text

@@ -1,4 +1,4 @@
-"""A request inside vLLM: what ends it, the text that it shows, and how an abort ends it."""
+"""A request inside vLLM: its stop conditions, aborts, and the visible text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamfold.loopback.core.reply import Reply, length, stopped
-from streamfold.loopback.core.request import INTERVAL_UNSTREAMED, Request
+from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
 from streamfold.loopback.core.tokenizer import Detokenizer
 from streamfold.loopback.vllm import wire
 from streamfold.loopback.vllm.completions import CompletionWriter
-from streamfold.loopback.vllm.params import VllmAsk, read_generate, verify
+from streamfold.loopback.vllm.params import VllmRequestParams, read_generate, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -21,123 +21,127 @@ if TYPE_CHECKING:
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.reply import Finish
     from streamfold.loopback.core.request_params import SamplingParams
-    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import MockTokenizer
 
 __all__ = ["VllmRequest", "undisturbed"]
 
 LONGEST_CHARACTER = 4  # in bytes of UTF-8
 
 
-class VllmRequest(Request):
-    """A generation under way in vLLM."""
+class VllmRequest(EngineRequest):
+    """A generation in progress in vLLM."""
 
-    ask: VllmAsk
-    _text: _Text
-    _writer: wire.Writer
+    params: VllmRequestParams
+    _text: _VllmText
+    _writer: wire.VllmWriter
 
-    def __init__(self, ask: VllmAsk, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
-        super().__init__(ask, config, notify=notify)
+    def __init__(self, params: VllmRequestParams, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
+        self._format = wire.VllmFormat.of(config)
+        super().__init__(params, config, notify=notify)
 
-    def _ends(self) -> Collection[int]:
-        own = self._params.stop_token_ids
-        return own if self._params.ignore_eos else own | {self._tokenizer.eos_token_id}
+    def _find_stop_ids(self) -> Collection[int]:
+        own = self._sampling.stop_token_ids
+        return own if self._sampling.ignore_eos else own | {self._tokenizer.eos_token_id}
 
-    def _open_text(self) -> _Text:
-        return _Text(self._params, self._tokenizer, self.ask.prompt)
+    def _make_text(self) -> _VllmText:
+        return _VllmText(self._sampling, self._tokenizer, self.params.prompt)
 
-    def _open_reply(self) -> Reply:
-        ask = self.ask
+    def _make_reply(self) -> Reply:
+        params = self.params
         reply = Reply(
-            rid=ask.shown_rid,
-            prompt_tokens=len(ask.prompt),
+            rid=params.shown_rid,
+            prompt_tokens=len(params.prompt),
             pieces=None if self._config.skip_tokenizer_init else [],
-            prompt_token_ids=ask.prompt if ask.prompt_ids else None,
-            sampling_mask=[] if ask.sampling_mask else None,
+            prompt_token_ids=params.prompt if params.prompt_ids else None,
+            sampling_mask=[] if params.sampling_mask else None,
         )
-        if ask.logprobs:
+        if params.logprobs:
             reply.logprobs, reply.top_logprobs = [], []
-            reply.logprob_texts = [] if ask.logprob_texts else None
+            reply.logprob_texts = [] if params.logprob_texts else None
         return reply
 
-    def _open_writer(self) -> wire.Writer:
-        told = wire.Told(
-            usage=self.ask.usage,
-            continuous_usage=self.ask.continuous_usage,
-            text=self.ask.text,
+    def _make_writer(self) -> wire.VllmWriter:
+        options = wire.ResponseOptions(
+            usage=self.params.usage,
+            continuous_usage=self.params.continuous_usage,
+            text=self.params.text,
             decode=lambda token: self._tokenizer.decode([token], skip_special_tokens=False),
         )
-        if self.ask.completion:
+        if self.params.completion:
             return CompletionWriter(
-                self.reply, self._config.vllm, told, self._config.model_name, ids_as_text=self.ask.ids_as_text
+                self.reply, self._format, options, self._config.model_name, ids_as_text=self.params.ids_as_text
             )
-        return wire.Writer(self.reply, self._config.vllm, told)
+        return wire.VllmWriter(self.reply, self._format, options)
+
+    def _failure_event(self, status: int, message: str) -> bytes:
+        return self._format.error_event(message, status)
 
     def abort_now(self) -> None:
-        """End at once. What was sampled is told: the frontend knows every token, it only holds some back."""
+        """Abort without another step. All sampled tokens are sent: the frontend has them, it only holds some back."""
         reply = self.reply
         reply.finish = wire.aborted()
         self._text.close()
         if reply.pieces and self._known == len(reply.token_ids):
             reply.pieces[-1] += self._text.take()
-        self._cut()
+        self._hand_over()
 
-    def turn_away(self) -> None:
-        """End before the start, for want of room in the queue."""
+    def reject_queue_full(self) -> None:
+        """Finish before the start, because the queue is full."""
         self.fail("The request queue is full.", 503)
 
     def body(self, label: str) -> dict[str, Any]:
-        """Give the answer to a request that is not streamed."""
+        """Return the response body of an unstreamed request; ``label`` is the engine's current weight version."""
         self.reply.label = label
         return self._writer.whole(self._config.model_name)
 
-    def _take(self, token: int) -> Finish | None:
-        reply, params = self.reply, self._params
+    def _accept(self, token: int) -> Finish | None:
+        reply, sampling = self.reply, self._sampling
         n = len(reply.token_ids)
-        ends_it = token in self._stop_ids  # before min_tokens it is never drawn
-        self._text.push(token, hidden=ends_it and not params.no_stop_trim, watched=n > params.min_new_tokens)
+        is_stop = token in self._stop_ids  # never sampled before min_tokens
+        self._text.push(token, hidden=is_stop and not sampling.no_stop_trim, watched=n > sampling.min_new_tokens)
         if self.aborting:
             return wire.aborted()
         if self._text.matched is not None:
             return stopped(self._text.matched)
-        if ends_it:
-            is_eos = token == self._tokenizer.eos_token_id and not params.ignore_eos
+        if is_stop:
+            is_eos = token == self._tokenizer.eos_token_id and not sampling.ignore_eos
             return stopped(None if is_eos else token)
         if n >= self._budget:
             return length(self._budget)
         return None
 
-    def _text_of(self, token: int) -> str:  # noqa: ARG002  # it is the one that was pushed last
+    def _logprob_text(self, token: int) -> str:  # noqa: ARG002  # it is the one that was pushed last
         return self._text.spelled
 
     def _is_due(self, n: int) -> bool:
-        interval = self._params.stream_interval or self._config.stream_interval
-        if not self.ask.stream:
-            interval = INTERVAL_UNSTREAMED
+        interval = self._sampling.stream_interval or self._config.stream_interval
+        if not self.params.stream:
+            interval = UNSTREAMED_INTERVAL
         return self._known == 0 or n - self._known >= interval
 
     def _add_experts(self) -> None:
-        if not self.ask.experts or self._config.num_layers == 0 or self.aborting:
+        if not self.params.experts or self._config.num_layers == 0 or self.aborting:
             return
-        if self.ask.stream and self._config.vllm.release < (0, 24):
+        if self.params.stream and self._config.release < (0, 24):
             return
-        tokens = self.ask.prompt + self.reply.token_ids
-        # The last token was sampled and never went through the model: it has no row.
-        rows = self._model.experts(self._model.hashes(tokens[:-1])[self.ask.experts_start :])
+        tokens = self.params.prompt + self.reply.token_ids
+        # The last token was sampled but not run through the model: it has no row.
+        rows = self._model.experts(self._model.hashes(tokens[:-1])[self.params.experts_start :])
         file = io.BytesIO()
         np.save(file, rows.astype(np.uint8 if self._config.num_experts <= 256 else np.uint16))
         self.reply.routed_experts = file.getvalue()
 
 
-class _Text:
-    """The text of one request: whole characters only, and as many held back as a stop string could take away.
+class _VllmText:
+    """The text of one request: whole characters only; as many as a stop string could remove are held back.
 
-    A character that the prompt leaves open is told whole, with the token that completes it. ``spelled`` is the text of
-    the last token by itself, special or not, ``matched`` the stop string that the text has come to.
+    A character that starts in the prompt is sent whole, with the token that completes it. ``spelled`` is the text of
+    the last token alone, special or not; ``matched`` is the stop string that was found.
     """
 
-    withheld = False  # the tokens come all the same
+    withheld = False  # tokens are sent while text is held back
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
         self._visible = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._spelling = Detokenizer(tokenizer, skip_special_tokens=False)
         for token in prompt[1 - LONGEST_CHARACTER :]:
@@ -146,14 +150,14 @@ class _Text:
         self._stops = params.stop
         self._keeps_stop = params.no_stop_trim
         self._reach = max(map(len, self._stops), default=1) - 1
-        self._tail = ""  # as long as a stop string could reach back
+        self._tail = ""  # as long as a stop string can be, less one character
         self._text = ""  # not taken yet
         self._closed = False
         self.spelled = ""
         self.matched: str | None = None
 
     def push(self, token: int, *, hidden: bool, watched: bool) -> None:
-        """Add one token; ``hidden``: without its text; ``watched``: it may complete a stop string."""
+        """Add one token; ``hidden``: without its text; ``watched``: look for stop strings."""
         self.spelled = self._spelling.push(token)
         new = "" if hidden else self._visible.push(token)
         self._text += new
@@ -166,11 +170,11 @@ class _Text:
             self._text = self._text[: len(self._text) - (len(tail) - end)]
 
     def close(self) -> None:
-        """Take note that the last token is in: nothing is held back any more."""
+        """Mark the text as complete: nothing is held back any more."""
         self._closed = True
 
     def take(self) -> str:
-        """Give what may be seen of the text since the last time."""
+        """Return the text that became visible since the last call."""
         held = 0 if self._closed or self._keeps_stop else self._reach
         end = max(len(self._text) - held, 0)
         shown, self._text = self._text[:end], self._text[end:]
@@ -180,12 +184,12 @@ class _Text:
 def undisturbed(
     config: Config, input_ids: Sequence[int], sampling_params: dict[str, Any] | None = None, **body: object
 ) -> Reply:
-    """Generate by itself, without HTTP or a clock. Raises MalformedBody or InvalidRequest."""
+    """Generate without HTTP, clock or faults. Raises MalformedBody or InvalidRequest."""
     given = {"token_ids": list(input_ids), "sampling_params": sampling_params or {}, "stream": True, **body}
     config = replace(config, frontend="python")
-    ask = read_generate(given, config)
-    verify(ask, config)
-    request = VllmRequest(ask, config)
+    params = read_generate(given, config)
+    verify(params, config)
+    request = VllmRequest(params, config)
     while not request.done:
         request.step(config.weight_version)
     return request.reply

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback import Tokenizer
+from streamfold.loopback import MockTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# What the engine in a box puts in front of a prompt for each image.
+# What the loopback engine puts in front of a prompt for each image.
 IMAGE_TOKENS = 16
 
 
@@ -20,7 +20,7 @@ class HostTokenizer:
     ``decoded`` holds what was decoded, call by call.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: MockTokenizer) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.bos_token_id = tokenizer.bos_token_id
@@ -69,7 +69,7 @@ class HostProcessor:
 
 def load_tokenizer(hf_checkpoint: str) -> HostTokenizer:
     """Load the tokenizer of ``loopback/VOCABULARY`` or ``loopback-vl/VOCABULARY``."""
-    return HostTokenizer(Tokenizer(int(hf_checkpoint.rpartition("/")[2])))
+    return HostTokenizer(MockTokenizer(int(hf_checkpoint.rpartition("/")[2])))
 
 
 def load_processor(hf_checkpoint: str) -> HostProcessor | None:

@@ -1,13 +1,13 @@
-"""The deterministic model: what it says next is a pure function of all tokens before.
+"""Deterministic mock model: the next token is a pure function of all tokens before it.
 
-A rolling hash stands for the tokens so far, so a step costs the same at any length. From it come the next token (with
-the seed mixed in when sampling), its logprob, the ids that sampling could choose, and the experts that a position is
-routed to. None of them knows where the prompt ended: a generation that is cut and resumed from its own tokens goes on
-exactly as if nothing had happened.
+A rolling hash represents the tokens so far, so each step has constant cost. From the hash come the next token (with
+the request's seed mixed in when sampling), its logprob, the ids that could be sampled, and the experts that a position
+is routed to. None of them depends on where the prompt ends: a generation that is aborted and resumed with its own
+tokens as prompt yields the same tokens as one that runs undisturbed.
 
-The model speaks in words, and now and then in what is hard on text: CJK, emoji of several tokens, the Unicode line
-separators, quotes, backslashes, line breaks, a look-alike of the end marker, and special tokens. Once it has said the
-first byte of such a piece it says the rest.
+The model generates words, and some text that is hard to handle: CJK, emoji of several tokens, the Unicode line
+separators, quotes, backslashes, line breaks, a lookalike of the end marker, and special tokens. After the first byte of
+such a piece it generates the rest of it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from streamfold.loopback.core.tokenizer import Tokenizer
+    from streamfold.loopback.core.tokenizer import MockTokenizer
 
-__all__ = ["Context", "Model"]
+__all__ = ["Context", "MockModel"]
 
-# No piece begins another one, so the bytes so far tell whether a piece is complete.
+# No piece is a prefix of another one, so the bytes so far show whether a piece is complete.
 PIECES = (
     *("\n", "\t", '"', "'", "\\", ", ", ". ", "! ", "? ", ": ", "\x00", "\x7f"),
     *("é", "ß", "ñ", "Ω", "я", "\u0085", "\u2028", "\u2029", "\ufeff", "\ufffd"),
@@ -42,7 +42,7 @@ _MASK = (1 << 64) - 1
 _MULTIPLIER = 0xD1342543DE82EF95  # odd, so that it has an inverse modulo 2**64
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
 
-# What the hash is mixed with, one constant for each thing that is drawn from it.
+# Mixed into the hash: one constant for each value that is drawn from it.
 _GREEDY, _SAMPLED, _LOGPROB, _KEPT, _EXPERTS = 0x1001, 0x2003, 0x3005, 0x4007, 0x5009
 
 _PIECE_PER_1024, _SPECIAL_PER_1024 = 128, 8
@@ -51,7 +51,7 @@ _FLOAT32 = struct.Struct("f")
 
 
 class Context:
-    """The tokens so far, as far as the model needs them: their hash, and the piece it is in the middle of."""
+    """State of the model after some tokens: their hash, and the piece that is incomplete."""
 
     __slots__ = ("_node", "_root", "hash")
 
@@ -67,20 +67,25 @@ class Context:
 
     @property
     def continuations(self) -> tuple[int, ...]:
-        """The tokens that go on with a piece that has been begun; empty between pieces."""
+        """The tokens that continue an incomplete piece; empty between pieces."""
         return () if self._node is self._root else tuple(self._node)
 
 
-class Model:
-    """Draws tokens and everything about them from the hash of the context.
+class MockModel:
+    """Draws tokens, logprobs and routed experts from the hash of the context.
 
-    ``seed`` stands for the weights, ``stop_probability`` is that of the end-of-sequence token between two pieces.
-    ``num_layers``, ``top_k`` and ``num_experts`` give the shape of the routing.
+    Args:
+        tokenizer: its vocabulary.
+        seed: seed of the mock model, in place of weights.
+        stop_probability: probability of the end-of-sequence token between two pieces.
+        num_layers: layers with experts.
+        top_k: experts per token and layer.
+        num_experts: experts per layer.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: MockTokenizer,
         *,
         seed: int = 0,
         stop_probability: float = 1 / 256,
@@ -93,22 +98,22 @@ class Model:
         self._trie = _trie(PIECES)
         self._stop_below = int(stop_probability * 2**32)
         self._num_layers, self._top_k, self._num_experts = num_layers, top_k, num_experts
-        # Steps without a common divisor with the number of experts: top_k of them never meet the same one twice.
+        # Steps that are coprime to the number of experts: no expert is chosen twice.
         self._expert_steps = np.array([s for s in range(1, num_experts + 1) if math.gcd(s, num_experts) == 1])
 
     def read(self, tokens: Iterable[int]) -> Context:
-        """Build the context of some tokens."""
+        """Return the context after some tokens."""
         context = Context(self._start, self._trie)
         for token in tokens:
             context.push(token)
         return context
 
     def salt(self, seed: int | None) -> int:
-        """Give what a request mixes into its draws. ``seed`` None is greedy decoding, which knows none."""
+        """Return the value that a request mixes into its draws. ``seed`` None is greedy decoding."""
         return _GREEDY if seed is None else _mix((seed ^ _SAMPLED) & _MASK)
 
     def draw(self, context: Context, salt: int, forbidden: Collection[int] = ()) -> int:
-        """Choose the next token; those that are forbidden are drawn again."""
+        """Return the next token; forbidden tokens are never returned."""
         bits = _mix(context.hash ^ salt)
         choices = context.continuations
         for _ in range(64):
@@ -126,27 +131,27 @@ class Model:
         if kind < _PIECE_PER_1024:
             return PIECES[rest % len(PIECES)].encode()[0]
         if kind < _PIECE_PER_1024 + _SPECIAL_PER_1024:
-            # Any but the end of the sequence, which has a probability of its own.
+            # Not the end-of-sequence token, which has its own probability.
             specials = tokenizer.special_ids
             token = specials[rest % len(specials)]
             return tokenizer.pad_token_id if token == tokenizer.eos_token_id else token
         return tokenizer.first_word_id + rest % (tokenizer.vocab_size - tokenizer.first_word_id)
 
     def logprob(self, hash_after: int) -> float:
-        """Give the logprob of the token that led to this hash: a float32, widened, as engines send it."""
+        """Return the logprob of the token that led to this hash: a float32 as a Python float, as engines send it."""
         uniform = (_mix(hash_after ^ _LOGPROB) >> 11) * 2.0**-53
         value: float = _FLOAT32.unpack(_FLOAT32.pack(math.log1p(-uniform)))[0]
         return value
 
     def kept(self, hash_after: int, token: int) -> list[int]:
-        """Give the ids that sampling could choose where it chose ``token``: between 1 and 8, ``token`` first."""
+        """Return the ids that could have been sampled in place of ``token``: 1 to 8 ids, ``token`` first."""
         bits = _mix(hash_after ^ _KEPT)
         vocab_size = self._tokenizer.vocab_size
         step = 1 + (bits >> 8) % (vocab_size // _MOST_KEPT - 1)
         return [(token + i * step) % vocab_size for i in range(1 + bits % _MOST_KEPT)]
 
     def hashes(self, tokens: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Give the hash after each token, uint64 ``[n]``: what ``Context.push`` computes, all at once."""
+        """Return the hash after each token, uint64 ``[n]``: ``Context.push`` for a whole array."""
         n = len(tokens)
         # h[i] = M**(i+1) * (start + sum of (token[j] + 1) * M**-(j+1) over j <= i), modulo 2**64.
         up = _powers(_MULTIPLIER, n)

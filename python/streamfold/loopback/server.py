@@ -1,4 +1,4 @@
-"""The engine on a real socket: in the background for tests and demos, in the foreground for the command line."""
+"""The loopback engine on a real socket: ``Loopback`` in a background thread, ``serve`` in the foreground."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from streamfold.loopback.app import create_app
 from streamfold.loopback.core.config import Config
-from streamfold.loopback.core.engine import Engine, SeenRequest
-from streamfold.loopback.core.undisturbed import undisturbed
+from streamfold.loopback.engine import Engine, SeenRequest, undisturbed
 from streamfold.loopback.faults.injector import Injector
-from streamfold.loopback.http.answer import hang_up
-from streamfold.loopback.http.app import create_app
-from streamfold.loopback.http.serving import Background, Server, listen
+from streamfold.loopback.http.response_writer import close_connection
+from streamfold.loopback.http.serving import HttpServer, ServerThread, listen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,17 +21,25 @@ if TYPE_CHECKING:
 
     from streamfold.loopback.core.reply import Reply
     from streamfold.loopback.faults.script import Faults
-    from streamfold.loopback.http.answer import Ending
+    from streamfold.loopback.http.response_writer import ConnectionEnd
 
 __all__ = ["Loopback", "Stats", "serve"]
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine has seen up to now. ``aborts`` and ``leavers`` are ids, the last ``keep_requests`` of them.
+    """Counters of one engine.
 
-    ``aborts`` are those that clients asked for, ``"*"`` for all; ``leavers`` those whose client left before the end,
-    as the engine tells them (vLLM's Python frontend: ``generate-tokens-`` and what the client has sent).
+    Attributes:
+        running: requests in the batch.
+        waiting: requests in the queue.
+        requests: requests accepted since the start.
+        tokens: tokens generated since the start.
+        aborts: ids that clients aborted, ``"*"`` for all; the last ``keep_requests`` of them.
+        leavers: ids of requests whose client disconnected early, as the engine reports them (vLLM's Python frontend:
+            ``generate-tokens-`` and the client's id); the last ``keep_requests`` of them.
+        connections: connections accepted since the start.
+        open_connections: connections that are open now.
     """
 
     running: int
@@ -45,8 +52,8 @@ class Stats:
     open_connections: int
 
 
-class _Server(Server):
-    """The server of one engine: it can stop to listen for a time, and die."""
+class _EngineServer(HttpServer):
+    """The server of one engine; faults make it refuse connections or die."""
 
     def __init__(self, engine: Engine, host: str, port: int) -> None:
         config = engine.config
@@ -57,15 +64,15 @@ class _Server(Server):
             create_app(engine),
             listen(host, port, send_buffer=config.send_buffer),
             lifespan=engine.scheduler.lifespan,
-            server_header=not config.dialect.rust,
+            server_header=not config.rust,
         )
         engine.listener = self
 
     def stop_listening(self, seconds: float | None) -> None:
-        """Refuse connects for so many seconds, or for good; whoever asks last decides."""
+        """Refuse new connections for ``seconds`` (None: until the server stops); the last call counts."""
         if self._listening:
             self._listening = False
-            # A connection that is being taken in needs its server for one more turn of the loop.
+            # A connection that is being accepted needs its listener for one more iteration of the loop.
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._sock)
             loop.call_soon(self._close_listeners)
@@ -78,7 +85,7 @@ class _Server(Server):
         for server in self.servers:
             server.close()
         self._sock.close()
-        # While an address is bound and nobody listens, connects are refused, and nobody else can take it.
+        # An address that is bound without listening refuses connections, and stays reserved.
         self._sock = socket.socket(self._sock.family)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if self.engine.config.send_buffer is not None:
@@ -90,15 +97,15 @@ class _Server(Server):
         await self.startup([self._sock])
         self._listening = True
 
-    def die(self, seconds: float | None, how: Ending) -> None:
-        """Have the worker die: no listening for so many seconds, no connection left, no request left."""
+    def die(self, seconds: float | None, how: ConnectionEnd) -> None:
+        """Refuse new connections, close all connections and lose all requests."""
         self.stop_listening(seconds)
-        self.engine.scheduler.die()
+        self.engine.scheduler.lose_all()
         for connection in list(self.server_state.connections):
-            hang_up(connection.transport, how)
+            close_connection(connection.transport, how)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End it, whether it listens or not."""
+        """Shut down, whether it listens or not."""
         if self._return is not None:
             self._return.cancel()
             await asyncio.wait({self._return})
@@ -107,15 +114,24 @@ class _Server(Server):
 
 
 class Loopback:
-    """An engine in a box, running in a thread of its own while the ``with`` block does.
+    """A loopback engine that runs in a background thread during the ``with`` block.
 
     ::
 
         with Loopback(token_rate=50, incremental=True) as engine:
             httpx.post(f"{engine.url}/generate", json={"text": " a story", "stream": False})
 
-    With ``engine="vllm"`` it is vLLM's ``/inference/v1/generate``. Takes a :class:`Config`, or its fields by name;
-    ``host`` is 127.0.0.1 or ::1, ``port`` 0 any free one.
+    With ``engine="vllm"`` it emulates vLLM: ``/inference/v1/generate``.
+
+    Args:
+        config: all settings; or give the fields of :class:`Config` by name.
+        host: 127.0.0.1 or ::1.
+        port: 0 is any free port.
+        **options: fields of :class:`Config`.
+
+    Raises:
+        TypeError: both a Config and fields were given.
+        ValueError: a setting is out of range.
     """
 
     def __init__(
@@ -124,7 +140,7 @@ class Loopback:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        **options: Any,  # noqa: ANN401  # those of Config, each with its own type
+        **options: Any,  # noqa: ANN401  # the fields of Config
     ) -> None:
         if config is not None and options:
             msg = "give a Config or its fields by name, not both"
@@ -132,38 +148,38 @@ class Loopback:
         self.config = Config(**options) if config is None else config
         self.tokenizer = self.config.tokenizer
         self._host, self._port = host, port
-        self._server: _Server | None = None
-        self._background: Background | None = None
+        self._server: _EngineServer | None = None
+        self._thread: ServerThread | None = None
 
     def __enter__(self) -> Self:
-        """Start it; requests are taken when this returns."""
-        self._server = _Server(Engine(self.config), self._host, self._port)
-        self._background = Background(self._server)
-        self._background.start()
+        """Start the engine; requests are accepted when this returns. Raises OSError if the port is in use."""
+        self._server = _EngineServer(Engine(self.config), self._host, self._port)
+        self._thread = ServerThread(self._server)
+        self._thread.start()
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """End it: streams are cut, sockets closed, the thread joined. Raises what the engine died of, if it did."""
-        background, server = self._running
-        background.stop()
-        failure = background.failure or server.engine.scheduler.failure
+        """Stop the engine: interrupt streams, close sockets, join the thread. Raises an earlier error."""
+        thread, server = self._running
+        thread.stop()
+        failure = thread.failure or server.engine.scheduler.failure
         if failure is not None:
             raise failure
 
     @property
     def url(self) -> str:
-        """Where it is, base path included."""
+        """Its URL, base path included."""
         _, server = self._running
         return server.url + self.config.base_path
 
     def stats(self) -> Stats:
-        """Count, in one moment of the engine's loop; after the end: what it came to."""
-        background, server = self._running
-        return background.ask(lambda: _stats(server))
+        """Return the counters, all from one moment; after the ``with`` block the final ones."""
+        thread, server = self._running
+        return thread.call(lambda: _stats(server))
 
     @property
     def faults(self) -> Injector:
-        """The faults at work: ``done`` counts them by kind. Set it to a script, or to None for no more of them."""
+        """The active faults: ``done`` counts them by kind. Set it to a ``Faults``, or to None to disable them."""
         _, server = self._running
         return server.engine.faults
 
@@ -171,30 +187,27 @@ class Loopback:
     def faults(self, faults: Faults | None) -> None:
         if faults is not None:
             faults.check(self.config.engine, incremental=self.config.incremental)
-        background, server = self._running
+        thread, server = self._running
         injector = Injector(faults, self.config.engine)
-        background.ask(lambda: setattr(server.engine, "faults", injector))
+        thread.call(lambda: setattr(server.engine, "faults", injector))
 
     def seen(self) -> list[SeenRequest]:
-        """Give the last HTTP requests, oldest first, at most ``keep_requests``."""
-        background, server = self._running
-        return background.ask(lambda: list(server.engine.seen))
+        """Return the last HTTP requests, oldest first, at most ``keep_requests``."""
+        thread, server = self._running
+        return thread.call(lambda: list(server.engine.seen))
 
     def undisturbed(
         self, input_ids: Sequence[int], sampling_params: dict[str, Any] | None = None, **body: object
     ) -> Reply:
-        """Give what one undisturbed generation is; any cut and resumed one has to equal it.
-
-        Parameters and the ``body``'s further keys are named as on the engine's wire.
-        """
+        """Generate without HTTP, clock or faults; see :func:`streamfold.loopback.undisturbed`."""
         return undisturbed(self.config, input_ids, sampling_params, **body)
 
     @property
-    def _running(self) -> tuple[Background, _Server]:
-        if self._background is None or self._server is None:
+    def _running(self) -> tuple[ServerThread, _EngineServer]:
+        if self._thread is None or self._server is None:
             msg = "the engine runs only inside the with block"
             raise RuntimeError(msg)
-        return self._background, self._server
+        return self._thread, self._server
 
 
 def serve(
@@ -202,19 +215,27 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 30000,
     on_ready: Callable[[str], None] = lambda _url: None,
-    **options: Any,  # noqa: ANN401  # those of Config, each with its own type
+    **options: Any,  # noqa: ANN401  # the fields of Config
 ) -> None:
-    """Run an engine until Ctrl-C or SIGTERM, in the main thread. ``options`` are the fields of :class:`Config`.
+    """Run an engine in the main thread until Ctrl-C or SIGTERM: ``streamfold serve``.
 
-    ``on_ready`` gets the URL when requests are taken. Raises OSError if the port is taken.
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 is any free port.
+        on_ready: called with the URL when requests are accepted.
+        **options: fields of :class:`Config`.
+
+    Raises:
+        OSError: the port is in use.
+        ValueError: a setting is out of range.
     """
     config = Config(**options)
-    server = _Server(Engine(config), host, port)
+    server = _EngineServer(Engine(config), host, port)
     url = server.url + config.base_path
     asyncio.run(server.run_until_stopped(lambda: on_ready(url)))
 
 
-def _stats(server: _Server) -> Stats:
+def _stats(server: _EngineServer) -> Stats:
     scheduler = server.engine.scheduler
     return Stats(
         running=scheduler.running,

@@ -1,4 +1,4 @@
-"""The engine's HTTP side: an ASGI application that speaks the wire of SGLang or of vLLM."""
+"""The loopback engine as an ASGI application, with the API of SGLang or vLLM; middleware for API key and faults."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from streamfold.loopback.core.engine import Engine, SeenRequest
-from streamfold.loopback.faults.injector import Injection
-from streamfold.loopback.http.endpoint import Json
-from streamfold.loopback.sglang import control
-from streamfold.loopback.vllm import control as vllm_control
+from streamfold.loopback.engine import Engine, SeenRequest
+from streamfold.loopback.faults.middleware import FaultMiddleware
+from streamfold.loopback.http.responses import OrjsonResponse
 
 if TYPE_CHECKING:
     from collections import deque
@@ -26,27 +24,26 @@ __all__ = ["create_app"]
 
 
 def create_app(config: Config | Engine) -> Starlette:
-    """Build the application of one engine; its scheduler runs for the application's lifespan."""
+    """Return the ASGI application of one engine; its scheduler runs during the application's lifespan."""
     engine = config if isinstance(config, Engine) else Engine(config)
     config = engine.config
-    speaker = vllm_control if config.engine == "vllm" else control
-    routes = speaker.routes(engine)
+    routes = engine.emulation.routes(engine.scheduler)
     if config.base_path:
         routes = [Mount(config.base_path, routes=routes)]
-    middleware = [Middleware(_Recorder, seen=engine.seen)]
+    middleware = [Middleware(_RequestRecorder, seen=engine.seen)]
     if config.api_key is not None:
-        middleware.append(Middleware(_ApiKey, config=config, key=config.api_key))
-    middleware.append(Middleware(Injection, engine=engine))
+        middleware.append(Middleware(_ApiKeyCheck, engine=engine, key=config.api_key))
+    middleware.append(Middleware(FaultMiddleware, engine=engine))
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers=speaker.EXCEPTION_HANDLERS,
+        exception_handlers=engine.emulation.exception_handlers,
         lifespan=engine.scheduler.lifespan,
     )
 
 
-class _Recorder:
-    """Remembers the last requests for :meth:`streamfold.loopback.Loopback.seen`."""
+class _RequestRecorder:
+    """Keeps the last requests for :meth:`streamfold.loopback.Loopback.seen`."""
 
     def __init__(self, app: ASGIApp, seen: deque[SeenRequest]) -> None:
         self._app = app
@@ -70,19 +67,19 @@ class _Recorder:
         await self._app(scope, listen, send)
 
 
-class _ApiKey:
-    """Lets in who knows the key, and asks nobody for it on paths that go without."""
+class _ApiKeyCheck:
+    """Rejects requests without the API key, on the paths that need it."""
 
-    def __init__(self, app: ASGIApp, config: Config, key: str) -> None:
+    def __init__(self, app: ASGIApp, engine: Engine, key: str) -> None:
         self._app = app
-        self._guards = vllm_control.guards if config.engine == "vllm" else control.guards
-        self._base_path = config.base_path
+        self._needs_api_key = engine.emulation.needs_api_key
+        self._base_path = engine.config.base_path
         self._wanted = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        free = scope["type"] != "http" or not self._guards(scope["path"].removeprefix(self._base_path))
+        free = scope["type"] != "http" or not self._needs_api_key(scope["path"].removeprefix(self._base_path))
         if free or secrets.compare_digest(given, self._wanted):
             await self._app(scope, receive, send)
         else:
-            await Json({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+            await OrjsonResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
