@@ -245,7 +245,7 @@ async def test_what_cannot_be_one_row_of_log_probabilities_is_refused_before_it_
     sample.response, sample.response_length, sample.status = "k", 1, ABORTED
     sample.rollout_log_probs = [-1.0] if has else None
     async with speech.replay(speech.whole) as server, speech.client(server.url) as client:
-        with pytest.raises(ValueError, match="has log-probabilities and the rest"):
+        with pytest.raises(ValueError, match=f"1 response tokens {'have' if has else 'lack'} log-probabilities"):
             await completed(client, sample, logprobs=not has)
         assert server.generates == []
 

@@ -187,10 +187,18 @@ TOP_P_FIELDS = {
 MISFITS: dict[str, tuple[dict[str, Any], Generation, str]] = {
     "a short mask": ({"loss_mask": []}, generation(2), "loss_mask has 0 entries, but response_length is 1"),
     "long logprobs": ({"rollout_log_probs": [0.0] * 2}, generation(2), "rollout_log_probs has 2 entries"),
-    "no logprobs before": ({"rollout_log_probs": None}, generation(2), "some tokens have log-probabilities"),
-    "no logprobs now": ({}, Generation([2], finish_reason="stop"), "some tokens have log-probabilities"),
-    "no top-p before": ({}, generation(2, top_p=top_p([2])), "some tokens have top-p arrays"),
-    "no top-p now": (TOP_P_FIELDS, generation(2), "some tokens have top-p arrays"),
+    "no logprobs before": (
+        {"rollout_log_probs": None},
+        generation(2),
+        "1 response tokens lack log-probabilities, but the next 1 have them",
+    ),
+    "no logprobs now": (
+        {},
+        Generation([2], finish_reason="stop"),
+        "1 response tokens have log-probabilities, but the next 1 lack them",
+    ),
+    "no top-p before": ({}, generation(2, top_p=top_p([2])), "1 response tokens lack top-p ids"),
+    "no top-p now": (TOP_P_FIELDS, generation(2), "1 response tokens have top-p ids"),
     "short offsets": (
         {**TOP_P_FIELDS, "rollout_top_p_token_offsets": np.array([0], np.int32)},
         generation(2, top_p=top_p([2])),

@@ -19,6 +19,7 @@ from streamfold.errors import DecodeError, EngineError, EngineTimeout, Streamfol
 from streamfold.samples.merging import check_ready, merge
 from streamfold.samples.reset import note
 from streamfold.samples.stopping import Ending
+from streamfold.samples.validation import check_uniform
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -184,18 +185,15 @@ class _Completion:
         sample, limit = self.sample, self.params.get("max_new_tokens")
         if isinstance(limit, int) and limit < sample.response_length:
             raise ValueError(f"max_new_tokens is {limit}, but the response has {sample.response_length} tokens already")
-        if sample.response_length and self.logprobs != (sample.rollout_log_probs is not None):
-            raise ValueError(
-                "a part of the response has log-probabilities and the rest would not, or the other way round: "
-                "ask for them always, or never"
-            )
+        before = sample.response_length
+        if not before:
+            return
+        has = sample.rollout_log_probs is not None
+        check_uniform("log-probabilities", before=before, has=has, more=None, gets=self.logprobs)
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
-        expects = expects_top_p(self.params)
-        told_anyway = has_top_p and self.client.engine_spec.sends_unrequested_side_data
-        if sample.response_length and expects != has_top_p and not told_anyway:
-            raise ValueError(
-                "a part of the response has top-p ids and the rest would not: ask for them always, or never"
-            )
+        if not (has_top_p and self.client.engine_spec.sends_unrequested_side_data):
+            gets = expects_top_p(self.params)
+            check_uniform("top-p ids", before=before, has=has_top_p, more=None, gets=gets)
 
     async def ask(self) -> tuple[Generation, StreamfoldError | None, bool]:
         """Make one call: what it brought, what it failed with, and whether it was cut from here."""

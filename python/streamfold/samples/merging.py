@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from streamfold.samples.sample import Sample
+from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,27 +95,17 @@ def check_ready(sample: SampleLike) -> None:
     """
     if sample.status.name not in ("PENDING", "ABORTED"):
         raise ValueError(f"the sample is {sample.status.name}: only a pending or aborted one can be gone on with")
-    before = sample.response_length
-    if not 0 <= before <= len(sample.tokens):
-        raise ValueError(f"response_length is {before}, but there are {len(sample.tokens)} tokens in all")
-    for name in ("loss_mask", "rollout_log_probs"):
-        values = getattr(sample, name, None)
-        if values is not None and len(values) != before:
-            raise ValueError(f"{name} has {len(values)} entries, but response_length is {before}")
-    offsets = getattr(sample, "rollout_top_p_token_offsets", None)
-    if offsets is not None and len(offsets) != before + 1:
-        raise ValueError(f"rollout_top_p_token_offsets has {len(offsets)} entries, but response_length is {before}")
+    check_lengths(sample)
 
 
 def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainable: bool) -> None:  # noqa: ANN401
     before, more = sample.response_length, len(generation.token_ids)
-    if before and more and trainable:
+    if trainable:
         for what, kept, new in (
             ("log-probabilities", sample.rollout_log_probs, generation.logprobs),
-            ("top-p arrays", getattr(sample, "rollout_top_p_token_offsets", None), generation.top_p),
+            ("top-p ids", getattr(sample, "rollout_top_p_token_offsets", None), generation.top_p),
         ):
-            if (kept is None) != (new is None):
-                raise ValueError(f"some tokens have {what} and others none: ask for them in every call, or in none")
+            check_uniform(what, before=before, has=kept is not None, more=more, gets=new is not None)
     experts = _whole_experts(sample, generation)
     if experts is not None and not isinstance(sample, Sample):
         shape = tuple(getattr(args, name, None) for name in ("num_layers", "moe_router_topk"))
@@ -132,14 +123,9 @@ def _whole_experts(sample: SampleLike, generation: Generation) -> Int32 | None:
         return None
     rows = max(0, len(sample.tokens) + len(generation.token_ids) - 1)
     kept = getattr(sample, "rollout_routed_experts", None)
-    have = 0 if kept is None else len(kept)
-    if new.ndim == 3 and len(new) == rows:
-        return new.astype(np.int32, copy=False)
-    if new.ndim == 3 and kept is not None and have + len(new) == rows:
-        return np.concatenate([np.asarray(kept, np.int32), new.astype(np.int32, copy=False)])
-    raise ValueError(
-        f"routed experts are of shape {new.shape}, but {rows} rows (tokens - 1) are needed, and {have} are kept"
-    )
+    check_expert_rows(new, rows, kept=0 if kept is None else len(kept))
+    experts = new.astype(np.int32, copy=False)
+    return experts if len(new) == rows else np.concatenate([np.asarray(kept, np.int32), experts])
 
 
 def meta_info(generation: Generation) -> dict[str, Any]:

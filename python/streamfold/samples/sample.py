@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from streamfold.samples.validation import check_expert_rows, check_lengths, check_offsets, check_uniform
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -117,9 +119,7 @@ class Sample:
         meta = meta_info or {}
         self.check()
         before, more = self.response_length, len(tokens)
-        if log_probs is None and not trainable and self.rollout_log_probs is not None:
-            log_probs = [0.0] * more
-        log_probs_after = _extended(self.rollout_log_probs, log_probs, before, more)
+        log_probs_after = _log_probs_after(self, log_probs, more, trainable=trainable)
         top_p = _top_p_after(self, meta, more, trainable=trainable)
         experts = _experts_after(self, meta, more)
         mask = self.loss_mask if self.loss_mask is not None else [1] * before
@@ -147,21 +147,7 @@ class Sample:
         Raises:
             ValueError: two of them disagree; the message names both.
         """
-        length = self.response_length
-        if not 0 <= length <= len(self.tokens):
-            raise ValueError(f"response_length is {length}, but there are {len(self.tokens)} tokens in all")
-        for name in ("loss_mask", "rollout_log_probs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != length:
-                raise ValueError(f"{name} has {len(values)} entries, but response_length is {length}")
-        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
-        if (ids is None) != (offsets is None):
-            raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together, but one is missing")
-        if ids is not None and offsets is not None:
-            _check_offsets("rollout_top_p_token_offsets", offsets, len(ids), length)
-        experts = self.rollout_routed_experts
-        if experts is not None and len(experts) > max(0, len(self.tokens) - 1):
-            raise ValueError(f"rollout_routed_experts has {len(experts)} rows, but there are {len(self.tokens)} tokens")
+        check_lengths(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON has it: arrays as lists, the status as its word."""
@@ -189,16 +175,17 @@ class Sample:
         return sample
 
 
-def _extended(kept: list[float] | None, new: Sequence[float] | None, before: int, more: int) -> list[float] | None:
-    if new is None:
-        if kept is not None and more:
-            raise ValueError(f"no log_probs for {more} tokens, but the {before} before them have theirs")
-        return kept
-    if len(new) != more:
+def _log_probs_after(sample: Sample, new: Sequence[float] | None, more: int, *, trainable: bool) -> list[float] | None:
+    kept = sample.rollout_log_probs
+    if new is None and not trainable and kept is not None:
+        new = [0.0] * more
+    if new is not None and len(new) != more:
         raise ValueError(f"{len(new)} log_probs for {more} tokens")
-    if kept is None and before:
-        raise ValueError(f"log_probs for {more} tokens, but the {before} before them have none")
-    return [*(kept or []), *new]
+    if not more and sample.response_length:
+        return kept
+    has, gets = kept is not None, new is not None
+    check_uniform("log-probabilities", before=sample.response_length, has=has, more=more, gets=gets)
+    return kept if new is None else [*(kept or []), *new]
 
 
 def _status_of(reason: Any) -> str:  # noqa: ANN401  # whatever an engine or a host writes
@@ -208,45 +195,33 @@ def _status_of(reason: Any) -> str:  # noqa: ANN401  # whatever an engine or a h
     return _STATUS_OF[kind]
 
 
-def _check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
-    if len(offsets) != tokens + 1:
-        raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: one more than tokens is needed")
-    if offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{name} must begin at 0, end at {ids}, the number of ids, and never fall")
-
-
 def _top_p_after(
     sample: Sample, meta: Mapping[str, Any], more: int, *, trainable: bool
 ) -> tuple[Int32 | None, Int32 | None]:
     kept_ids, kept = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-    ids = _int32(meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids")))
-    offsets = _int32(meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets")))
     if not more:
         return kept_ids, kept
+    ids = _int32(meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids")))
+    offsets = _int32(meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets")))
     if (ids is None) != (offsets is None):
         raise ValueError("top-p ids and offsets come together, but one is missing")
     if ids is None and not trainable and kept is not None:
         ids, offsets = np.empty(0, np.int32), np.zeros(more + 1, np.int32)
+    has, gets = kept is not None, offsets is not None
+    check_uniform("top-p ids", before=sample.response_length, has=has, more=more, gets=gets)
     if ids is None or offsets is None:
-        if kept is not None:
-            raise ValueError(f"no top-p arrays for {more} tokens, but the {sample.response_length} before have theirs")
         return None, None
-    _check_offsets("top_p_token_offsets", offsets, len(ids), more)
+    check_offsets("top_p_token_offsets", offsets, len(ids), more)
     if kept_ids is None or kept is None:
-        if sample.response_length:
-            raise ValueError(f"top-p arrays for {more} tokens, but the {sample.response_length} before have none")
         return ids, offsets
     return np.concatenate([kept_ids, ids]), np.concatenate([kept, offsets[1:] + kept[-1]])
 
 
 def _experts_after(sample: Sample, meta: Mapping[str, Any], more: int) -> Int32 | None:
-    experts = meta.get("routed_experts")
-    if experts is None:
+    if (given := meta.get("routed_experts")) is None:
         return sample.rollout_routed_experts
-    rows = max(0, len(sample.tokens) + more - 1)
-    experts = np.asarray(experts, np.int32)
-    if experts.ndim != 3 or len(experts) != rows:
-        raise ValueError(f"routed_experts of shape {experts.shape}, but {rows} rows (tokens - 1) are needed")
+    experts: Int32 = np.asarray(given, np.int32)
+    check_expert_rows(experts, max(0, len(sample.tokens) + more - 1))
     return experts
 
 
