@@ -12,7 +12,8 @@ import pytest
 from streamfold import Generation
 from streamfold.rollout.groups import stamp
 from streamfold.samples.merging import check_ready, merge, meta_info
-from streamfold.samples.reset import note, restart
+from streamfold.samples.metadata import TurnState, add_counts
+from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
 from support.host.helpers import nowhere
 from support.host.slime.utils.types import Sample as HostSample
@@ -271,7 +272,8 @@ def test_a_sample_that_starts_again_is_clean_in_every_field_and_its_twin_stays_a
     assert arrays_as_lists(twin) == before
     sample.reward = 1.0
     stamp([sample], 4)
-    note(sample, text_joined=True, lost_side_data=2)
+    TurnState(1, 1, exact_characters=2, text_joined=True).save(sample)
+    add_counts(sample, lost_side_data=2)
     changed = {name for name, value in arrays_as_lists(sample).items() if value != arrays_as_lists(fresh)[name]}
     assert vars(sample).keys() - changed <= NOT_OF_CALLS
     restart(sample)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
@@ -12,6 +12,7 @@ from streamfold.integrations import base as hosts
 from streamfold.integrations.base import notes_of
 from streamfold.samples.completion import complete
 from streamfold.samples.merging import check_ready
+from streamfold.samples.metadata import FINISHED_AS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from streamfold.samples.completion import Extra
 
 __all__ = ["generate", "seat_of"]
-
-_ENDED: Final = "streamfold_ended"
 
 
 async def generate(
@@ -81,7 +80,10 @@ async def generate(
                 return sample  # that was the end of a request which the host has aborted
             if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
                 # The engine was faster than the abort, but the host takes the sample for a partial one.
-                sample.metadata = {**notes_of(sample), _ENDED: {"at": sample.response_length, "as": sample.status.name}}
+                sample.metadata = {
+                    **notes_of(sample),
+                    FINISHED_AS: {"at": sample.response_length, "as": sample.status.name},
+                }
             raise
     return sample
 
@@ -105,10 +107,10 @@ def _check(host: Host, args: Args, sample: HostSample) -> None:
 def _noted_end(sample: HostSample) -> str | None:
     """The status that was noted for the response as it is. The note is taken away, as it holds no longer."""
     notes = notes_of(sample)
-    if _ENDED not in notes:
+    if FINISHED_AS not in notes:
         return None
-    sample.metadata = {key: value for key, value in notes.items() if key != _ENDED}
-    noted: dict[str, Any] = notes[_ENDED]
+    sample.metadata = {key: value for key, value in notes.items() if key != FINISHED_AS}
+    noted: dict[str, Any] = notes[FINISHED_AS]
     status: str = noted["as"]
     return status if noted["at"] == sample.response_length > 0 else None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.integrations.base import pause
 from streamfold.rollout import groups as rules
+from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -90,7 +91,7 @@ class HostGenerate:
             rules.start_again([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
-        rules.note(sample, resumed=1)
+        add_counts(sample, resumed=1)
 
     def _rank(self) -> contextlib.AbstractContextManager[Any]:
         """The host's own balance of data-parallel ranks, which generators may look at."""

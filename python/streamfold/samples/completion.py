@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from streamfold._core import Generation
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.samples.merging import check_ready, merge
-from streamfold.samples.reset import note
-from streamfold.samples.stopping import Ending
+from streamfold.samples.merging import check_ready
+from streamfold.samples.metadata import add_counts
+from streamfold.samples.stopping import Verdict
+from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform
 
 if TYPE_CHECKING:
@@ -100,19 +101,19 @@ async def complete(
             the engine was faster.
     """
     params = client.engine_spec.normalize_params(sampling_params)
-    ending = Ending(
+    turn = Turn(
         sample=sample,
         params=params,
         engine_spec=client.engine_spec,
         tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
-        ends=set() if stop_ids is None else stop_ids,
+        eos_ids=set() if stop_ids is None else stop_ids,
         has_experts=client.experts is not None,
     )
     work = _Completion(
         client=client,
         sample=sample,
         params=params,
-        ending=ending,
+        turn=turn,
         args=args,
         logprobs=logprobs,
         headers=headers,
@@ -120,19 +121,19 @@ async def complete(
         aborted=aborted,
         on_generation=on_generation,
     )
-    if ending.has_come:
+    if turn.is_finished:
         return sample
     check_ready(sample)
     work.check()
-    ending.begin()
-    if (outlook := ending.settle()) == "ended":
+    turn.start()
+    if (verdict := turn.judge()) is Verdict.FINISHED:
         return sample
     failures, swept = 0, client.swept()
     for tries_left in itertools.count(client.retries.tries - 1, -1):
-        if outlook == "goes back":
+        if verdict is Verdict.RESTART:
             if aborted is not None and aborted():
                 return sample  # it is not asked for again
-            ending.go_back()
+            turn.restart()
         generation, error, cut_here = await work.ask()
         cut_here = cut_here or swept.done()
         if aborted is not None and aborted():
@@ -153,7 +154,7 @@ async def complete(
             work.drop(generation)
         elif not work.try_to_write(generation, error):
             again = False
-        if error is None or (outlook := ending.settle()) == "ended":
+        if error is None or (verdict := turn.judge()) is Verdict.FINISHED:
             return sample
         if not again:
             raise error
@@ -161,7 +162,7 @@ async def complete(
         failures = 1 if len(generation.token_ids) else failures + 1
         if cut_here or not await _pause(client.retries.pause(failures), swept, aborted):
             return sample  # an abort is a result
-        note(sample, resumed=1)
+        add_counts(sample, resumed=1)
     raise AssertionError  # the count has no end
 
 
@@ -172,7 +173,7 @@ class _Completion:
     client: Client
     sample: SampleLike
     params: dict[str, Any]
-    ending: Ending
+    turn: Turn
     args: Any
     logprobs: bool
     headers: Mapping[str, str] | None
@@ -255,7 +256,7 @@ class _Completion:
         lacks_experts = ended and self.client.experts is not None and generation.routed_experts is None
         if lacks_top_p or lacks_experts:
             # Both come with the terminal event alone. Tokens without their top-p ids cannot be replayed.
-            note(sample, lost_side_data=more)
+            add_counts(sample, lost_side_data=more)
             sample.status = type(sample.status)["ABORTED"]
             if ended:
                 what = "top-p ids" if lacks_top_p else "routed experts"
@@ -264,14 +265,11 @@ class _Completion:
                     partial=generation,
                 )
             return
-        self.ending.learn(generation)
-        known = self.ending.known_text
-        merge(sample, generation, self.args, text=self.ending.text_of(generation))
-        self.ending.border(generation, known)
+        self.turn.write(generation, self.args)
 
     def drop(self, generation: Generation) -> None:
         """Leave the sample as it was before the call."""
-        note(self.sample, restarted_tokens=len(generation.token_ids))
+        add_counts(self.sample, restarted_tokens=len(generation.token_ids))
         self.sample.status = type(self.sample.status)["ABORTED"]
 
 
