@@ -10,7 +10,7 @@ import pytest
 from streamfold import Client
 from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import merge
 from streamfold.samples.sample import Sample
 from support.completing import SOON, answers, completed, cut, sample_of
@@ -179,7 +179,7 @@ async def test_generators_of_either_kind_side_by_side_are_ended_each_in_its_own_
 
         async def __call__(self, sample: Any, params: Any, *, aborted: Callable[[], bool]) -> Any:
             if self.abort_mode(sample) == "request":
-                return await complete(self.client, sample, params, aborted=aborted)
+                return await complete(self.client, sample, params, options=CompletionOptions(aborted=aborted))
             merge(sample, await self.client.generate(sample.tokens, params))
             return sample
 

@@ -11,7 +11,7 @@ import pytest
 
 from streamfold import DecodeError, EngineError, Experts, Generation, StreamTruncated
 from streamfold.client.limits import Retries
-from streamfold.samples.completion import complete, complete_all
+from streamfold.samples.completion import complete
 from streamfold.samples.sample import Sample
 from support import bodies_vllm
 from support.completing import ENDED, SOON, answers, completed, cut, differs, sample_of
@@ -19,7 +19,7 @@ from support.replay import DONE, HANG, PROMPT, Request, answer_json, chunk, even
 from support.speaking import SGLANG, VLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from streamfold.loopback import Loopback
     from support.replay import Step
@@ -329,7 +329,7 @@ async def test_a_cancel_arrives_even_if_what_had_come_does_not_fit_the_sample(
         with pytest.raises(asyncio.CancelledError):
             await task
     assert (sample.tokens, sample.status) == ([*PROMPT, 9], Sample.Status.ABORTED)
-    assert "could be kept" in caplog.text
+    assert "could not be merged" in caplog.text
 
 
 async def test_routed_experts_that_a_server_tells_of_its_own_accord_are_left_out() -> None:
@@ -356,77 +356,3 @@ async def test_without_a_budget_nothing_is_resumed_as_nobody_knows_what_is_left(
         with pytest.raises(ValueError, match="max_new_tokens"):
             await completed(client, sample_of(max_new_tokens=-1))
     assert len(engine.generates) == 2
-
-
-# Many samples.
-
-
-async def test_so_many_samples_are_in_flight_and_no_more(speech: Speech) -> None:
-    slow = [head(), chunk(speech.part([10], finish="stop")), 0.02, *stream(DONE)[1:]]
-    async with speech.replay(slow) as engine, speech.client(engine.url) as client:
-        ended: list[Sample] = []
-        work = [sample_of() for _ in range(20)]
-        await complete_all(client, work, lambda sample, _error: ended.append(sample), concurrency=3)
-        assert engine.most_open == 3
-        assert len(ended) == sum(sample.response_length for sample in ended) == 20
-        with pytest.raises(ValueError, match="concurrency"):
-            await complete_all(client, work, print, concurrency=0)
-
-
-async def test_a_cancelled_run_hands_over_what_it_cut_and_leaves_nothing(speech: Speech, engine: Loopback) -> None:
-    ended: dict[int, tuple[Sample, Exception | None]] = {}
-    work = [sample_of(max_new_tokens=500, sampling_seed=seed, ignore_eos=True) for seed in range(40)]
-    for index, sample in enumerate(work):
-        sample.index = index
-    async with speech.client(engine.url) as client:
-        task = asyncio.ensure_future(
-            complete_all(
-                client, work, lambda sample, error: ended.update({sample.index or 0: (sample, error)}), concurrency=16
-            )
-        )
-        await until(lambda: sum(call.token_count for call in client.running) > 400)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert client.running == []
-        assert sorted(ended) == list(range(16))
-        assert all(error is None and sample.status is Sample.Status.ABORTED for sample, error in ended.values())
-        assert sum(sample.response_length for sample, _ in ended.values()) > 400
-        assert {task.get_coro().__name__ for task in asyncio.all_tasks()} & {"work", "_pump"} == set()  # type: ignore[union-attr]
-        await asyncio.to_thread(_idle, engine)
-
-
-def _idle(engine: Loopback) -> None:
-    stats = engine.stats()
-    assert (stats.running, stats.waiting) == (0, 0)
-
-
-async def test_failures_are_told_with_their_samples_and_the_others_go_on(speech: Speech) -> None:
-    def some(request: Request) -> Sequence[Step]:
-        if speech.ids(request)[0] == 1:
-            return answer_json({"error": "bad"}, status=400)
-        return stream(speech.part([10], finish="stop"), DONE)
-
-    told: list[tuple[int, str | None]] = []
-    async with speech.replay(some) as engine, speech.client(engine.url, retries=SOON) as client:
-        work = [sample_of([bad, 6, 7]) for bad in (1, 0, 1, 0)]
-        await complete_all(
-            client,
-            work,
-            lambda sample, error: told.append((sample.tokens[0], type(error).__name__ if error else None)),
-            concurrency=2,
-        )
-    assert sorted(told, key=str) == [(0, None), (0, None), (1, "EngineError"), (1, "EngineError")]
-
-
-async def test_an_error_of_the_callers_own_ends_the_run_and_what_is_in_flight(speech: Speech) -> None:
-    def full(sample: Sample, _error: Exception | None) -> None:
-        raise OSError(28, "no space left")
-
-    running: list[Step] = [head(), chunk(speech.part([10])), HANG]
-    replies = [stream(speech.part([10], finish="stop"), DONE), *[running] * 3]
-    async with speech.replay(answers(*replies)) as engine, speech.client(engine.url, retries=SOON) as client:
-        with pytest.raises(OSError, match="no space left"):
-            await complete_all(client, [sample_of() for _ in range(9)], full, concurrency=4)
-        assert client.running == []
-        assert len(engine.generates) <= 4

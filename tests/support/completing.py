@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streamfold.client.limits import Retries
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.sample import Sample
 from support.replay import FIN, PROMPT, stream
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from streamfold import Client
     from streamfold.loopback import Loopback
+    from streamfold.samples.completion import Resume
     from support.replay import Request, Step
     from support.speaking import Speech
 
@@ -26,8 +27,9 @@ def sample_of(ids: Sequence[int] = PROMPT, **params: Any) -> Sample:
     return Sample(index=0, tokens=list(ids), metadata={"sampling_params": given})
 
 
-async def completed(client: Client, sample: Sample, **how: Any) -> Sample:
-    return await complete(client, sample, sample.metadata["sampling_params"], **how)
+async def completed(client: Client, sample: Sample, *, resume: Resume = "continue", **options: Any) -> Sample:
+    params = sample.metadata["sampling_params"]
+    return await complete(client, sample, params, resume=resume, options=CompletionOptions(**options))
 
 
 def differs(speech: Speech, sample: Sample, engine: Loopback, prompt: Sequence[int] = PROMPT) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
 from streamfold.integrations import base as hosts
 from streamfold.integrations.base import notes_of
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import FINISHED_AS
 
@@ -59,12 +59,7 @@ async def generate(
             if extra is None:
                 sample.status = statuses.ABORTED
                 return sample
-            await complete(
-                seat.client,
-                sample,
-                params,
-                resume=hosts.resume_policy(args),
-                args=args,
+            options = CompletionOptions(
                 tokenizer=state.tokenizer,
                 stop_ids=seat.ends,
                 headers=headers,
@@ -73,6 +68,8 @@ async def generate(
                 resume_aborts=False,
                 on_generation=partial(host.describe, span),
             )
+            resume = hosts.resume_policy(args)
+            await complete(seat.client, sample, params, resume=resume, options=options, args=args)
         except BaseException as error:
             if sample.status is statuses.PENDING:  # nothing could be written
                 sample.status = statuses.ABORTED
