@@ -15,6 +15,7 @@ from streamfold.samples.merging import check_ready, merge, meta_info
 from streamfold.samples.metadata import TurnState, add_counts
 from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
+from support.exactly import exactly
 from support.host.helpers import nowhere
 from support.host.slime.utils.types import Sample as HostSample
 
@@ -391,7 +392,45 @@ def test_a_sample_survives_json() -> None:
     assert again.rollout_routed_experts is not None
     assert again.rollout_routed_experts.dtype == np.int32
     assert again.status is Sample.Status.COMPLETED
-    assert Sample.from_dict({}) == Sample()
+    assert exactly(Sample.from_dict({})) == exactly(Sample())
+
+
+def test_a_sample_is_equal_to_itself_alone_whatever_arrays_it_holds() -> None:
+    sample = Sample(tokens=[*PROMPT, 1], response_length=1, rollout_routed_experts=experts(3))
+    twin = copy.deepcopy(sample)
+    assert sample == sample  # noqa: PLR0124
+    assert sample != twin
+    assert [twin, sample].index(sample) == 1
+    assert len({sample, twin, sample}) == 2
+
+
+@pytest.mark.parametrize("n", [0, 2, 32_000])
+def test_a_sample_is_printed_on_three_lines_whatever_its_size(n: int) -> None:
+    sample = Sample(
+        prompt="x" * n,
+        tokens=[*PROMPT, *range(n)],
+        index=7,
+        response="once\n" * n,
+        response_length=n,
+        reward={f"part{i}": i / 3 for i in range(n)} or None,
+        metadata={"notes": list(range(n))},
+    )
+    if n:
+        sample.loss_mask, sample.rollout_log_probs = [1] * n, [-0.125] * n
+        sample.rollout_routed_experts = np.zeros((n + 2, 2, 1), np.int32)
+        sample.status = Sample.Status.COMPLETED
+    text = repr(sample)
+    assert len(text.splitlines()) == (3 if n else 2)
+    assert all(len(line) <= 220 for line in text.splitlines())
+    assert f"index=7, status={sample.status.name}, tokens=3 prompt + {n} response, reward=" in text
+    if n:
+        assert f"loss_mask=[{n}], rollout_log_probs=[{n}], rollout_routed_experts=[{n + 2}, 2, 1]" in text
+        assert "response='once\\nonce" in text
+
+
+def test_a_reward_of_several_lines_is_printed_on_one() -> None:
+    sample = Sample(reward=np.zeros((2, 2)))  # type: ignore[arg-type]  # whatever a reward function returns
+    assert len(repr(sample).splitlines()) == 2
 
 
 @pytest.mark.parametrize(

@@ -58,26 +58,11 @@ def merge(
     """
     check_ready(sample)
     _check_fit(sample, generation, args, trainable=trainable)
-    before, more = sample.response_length, len(generation.token_ids)
-    logprobs = None if generation.logprobs is None or not trainable else generation.logprobs.tolist()
-    if not more and sample.rollout_log_probs is None and before:
-        logprobs = None  # nothing came, and that is not to be an empty list beside tokens that have none
-    # Whatever else a host's method may refuse, and when: the sample is then as it was.
+    before = sample.response_length
     as_it_was = dict(vars(sample))
     try:
-        for name in _IN_PLACE:
-            if (shared := getattr(sample, name, None)) is not None:
-                setattr(sample, name, copy.copy(shared))
-        sample.append_response_tokens(
-            args,
-            tokens=generation.token_ids.tolist(),
-            log_probs=logprobs,
-            trainable=trainable,
-            meta_info={**meta_info(generation), **_arrays(sample, generation)},
-            text=generation.text if generation.text is not None else text or "",
-            update_terminal_info=generation.finish_reason is not None,
-        )
-    except BaseException:
+        _append(sample, generation, args, text, trainable=trainable)
+    except BaseException:  # a host's method may raise anything, after it has changed the sample
         vars(sample).update(as_it_was)
         raise
     if generation.finish_reason is None:
@@ -85,6 +70,32 @@ def merge(
     if isinstance(sample, Sample):
         moved = [(version, before + start, before + end) for version, start, end in generation.version_spans]
         sample.version_spans = _joined([*sample.version_spans, *moved])
+
+
+def _append(
+    sample: SampleLike,
+    generation: Generation,
+    args: Any,  # noqa: ANN401  # the host's own
+    text: str | None,
+    *,
+    trainable: bool,
+) -> None:
+    """Call the sample's own method, on copies of the lists that it may change in place."""
+    for name in _IN_PLACE:
+        if (shared := getattr(sample, name, None)) is not None:
+            setattr(sample, name, copy.copy(shared))
+    logprobs = generation.logprobs.tolist() if trainable and generation.logprobs is not None else None
+    if not len(generation.token_ids) and sample.rollout_log_probs is None and sample.response_length:
+        logprobs = None  # an empty list must not stand beside tokens that have no log-probabilities
+    sample.append_response_tokens(
+        args,
+        tokens=generation.token_ids.tolist(),
+        log_probs=logprobs,
+        trainable=trainable,
+        meta_info={**meta_info(generation), **_arrays(sample, generation)},
+        text=generation.text if generation.text is not None else text or "",
+        update_terminal_info=generation.finish_reason is not None,
+    )
 
 
 def check_ready(sample: SampleLike) -> None:

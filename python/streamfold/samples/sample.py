@@ -8,6 +8,7 @@ extends its lists before it compares their lengths.
 from __future__ import annotations
 
 import base64
+import reprlib
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
@@ -26,10 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["Sample"]
 
 
+_BESIDE_TOKENS: Final = (
+    "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
+    "rollout_routed_experts",
+)  # fmt: skip
+_NEXT_LINE: Final = ",\n       "
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxstring = 80
 _STATUS_OF: Final = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORTED"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """A prompt and its response, as far as it has come.
 
@@ -88,6 +96,18 @@ class Sample:
     generate_function_path: str | None = None
     session_id: str | None = None
     remove_sample: bool = False
+
+    def __repr__(self) -> str:
+        """At most three lines, whatever its size: no list and no array is printed, only their shapes."""
+        prompt, reward = len(self.tokens) - self.response_length, " ".join(_SHORT.repr(self.reward).split())
+        shapes = {name: _shape_of(values) for name in _BESIDE_TOKENS if (values := getattr(self, name)) is not None}
+        tokens = f"{prompt} prompt + {self.response_length} response"
+        lines = [
+            f"index={self.index}, status={self.status.name}, tokens={tokens}, reward={reward}",
+            ", ".join(f"{name}={shape}" for name, shape in shapes.items()),
+            f"response={_SHORT.repr(self.response)}",
+        ]
+        return f"{type(self).__name__}({_NEXT_LINE.join(line for line in lines if line)})"
 
     def append_response_tokens(
         self,
@@ -173,6 +193,10 @@ class Sample:
         sample = cls(**{**told, "status": cls.Status(told.get("status", "pending"))})
         sample.check()
         return sample
+
+
+def _shape_of(values: Any) -> list[int]:  # noqa: ANN401  # a list or an array
+    return list(getattr(values, "shape", None) or [len(values)])
 
 
 def _log_probs_after(sample: Sample, new: Sequence[float] | None, more: int, *, trainable: bool) -> list[float] | None:
