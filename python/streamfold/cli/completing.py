@@ -1,4 +1,4 @@
-"""Complete many samples at once, for ``streamfold rollout``: so many in flight, each reported when it ends."""
+"""Complete many samples with limited concurrency, for ``streamfold rollout``; each is reported when it ends."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class _Outcome:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether an event was lost, which shows only in the count behind the terminal event: no token is certain."""
+        """Whether an event was lost, as a count behind the terminal event says: then no token is certain."""
         return isinstance(self.error, DecodeError) and self.generation.finish_reason is not None
 
     @property
@@ -333,7 +333,7 @@ class _Completion:
             )
 
     def _missing_side_data(self, generation: Generation) -> str | None:
-        """Name requested side data without which the tokens are of no use. It comes with the terminal event alone."""
+        """Name requested side data that was not received; it is sent with the terminal event alone."""
         if len(generation.token_ids) and generation.top_p is None and expects_top_p(self._params):
             return "top-p ids"  # tokens without them cannot be replayed
         finished = generation.finish_reason in ("stop", "length")

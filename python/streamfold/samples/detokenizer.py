@@ -82,7 +82,7 @@ class Detokenizer:
             text: of the response, with the concatenated texts of its calls.
             turn: the tokens and characters at the start of the response that are not decoded again, and how many
                 characters are exact: the decoded text has to begin with those.
-            last_text: the engine's text of the last call, which shows how the text ends; None if it sent none.
+            last_text: the engine's text of the last call, whose end the result must have; None if it sent none.
             matched: the stop token or string that ended the response.
             uses_prompt: False if the last call sent no text, so that the response is decoded by itself.
 

@@ -1,4 +1,4 @@
-"""One checked write per call: merges a :class:`~streamfold.Generation` into a sample, ours or a trainer's."""
+"""Merge a :class:`~streamfold.Generation` into a sample, ours or a trainer's: one checked, atomic write per call."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_ready", "merge", "meta_info"]
 
-# What hosts' methods change in place, lists and counters.
+# Lists and counters that hosts' methods change in place.
 _IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
-_SPECULATION: Final = {  # a host's name, and vLLM's, the newer one first
+_SPECULATION: Final = {  # a host's name of a count, and vLLM's names of it, the newer one first
     "spec_accept_token_num": ("num_accepted_draft_tokens", "num_accepted_tokens"),
     "spec_draft_token_num": ("num_draft_tokens",),
     "spec_verify_ct": ("num_spec_steps", "num_verify_steps"),
@@ -40,21 +40,20 @@ def merge(
     text: str | None = None,
     trainable: bool = True,
 ) -> None:
-    """Write what one call brought to ``sample``, ours or a host's: one write, checked before it touches anything.
+    """Append what one call has generated to ``sample``, ours or a host's; checked before anything is changed.
 
-    The status follows from the finish reason; without one the call was cut, and the sample is ABORTED. Lists that the
-    sample shares with others are replaced, not changed.
+    The status follows from the finish reason. Without one the call was aborted, and the sample is ABORTED. Lists that
+    the sample shares with others are replaced, not changed.
 
     Args:
-        sample: PENDING, or ABORTED and gone on with. Its ``tokens`` are those that the call was asked with.
-        generation: what the call brought.
-        args: handed to the host's method; a host's sample needs ``num_layers`` and ``moe_router_topk`` of it to take
-            routed experts.
-        text: used where the generation has none: the engine ran without a tokenizer.
-        trainable: whether the new tokens are trained on. Those that are not go without log-probabilities.
+        sample: PENDING, or ABORTED and resumed. Its ``tokens`` are those that the call was sent.
+        generation: what the call has generated.
+        args: the settings that a host's method needs: ``num_layers`` and ``moe_router_topk`` with routed experts.
+        text: used if the generation has none, because the engine runs without a tokenizer.
+        trainable: whether the new tokens are trained on. Those that are not are written without log-probabilities.
 
     Raises:
-        ValueError: the two do not fit; nothing has been written.
+        ValueError: the generation does not fit the sample, which is unchanged.
     """
     check_ready(sample)
     _check_fit(sample, generation, args, trainable=trainable)
@@ -99,13 +98,13 @@ def _append(
 
 
 def check_ready(sample: SampleLike) -> None:
-    """Check that a sample can be gone on with, before anything is asked for it.
+    """Check, before anything is requested, that a sample can be written.
 
     Raises:
-        ValueError: its status is neither PENDING nor ABORTED, or what it holds is not of one length.
+        ValueError: its status is neither PENDING nor ABORTED, or its lengths disagree.
     """
     if sample.status.name not in ("PENDING", "ABORTED"):
-        raise ValueError(f"the sample is {sample.status.name}: only a pending or aborted one can be gone on with")
+        raise ValueError(f"the sample is {sample.status.name}: only PENDING and ABORTED ones can be written")
     check_lengths(sample)
 
 
@@ -122,13 +121,13 @@ def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainab
         shape = tuple(getattr(args, name, None) for name in ("num_layers", "moe_router_topk"))
         if shape != experts.shape[1:]:
             raise ValueError(
-                f"routed experts are of shape {experts.shape}, but args tell {shape[0]} layers (num_layers) "
+                f"routed experts are of shape {experts.shape}, but args have {shape[0]} layers (num_layers) "
                 f"of {shape[1]} experts (moe_router_topk)"
             )
 
 
 def _whole_experts(sample: SampleLike, generation: Generation) -> Int32 | None:
-    """The rows of all tokens but the last: those of the generation, or those kept and then those."""
+    """The routed experts of all tokens but the last: the generation's, behind the sample's if it has only new rows."""
     new = generation.routed_experts
     if new is None:
         return None
@@ -140,15 +139,17 @@ def _whole_experts(sample: SampleLike, generation: Generation) -> Int32 | None:
 
 
 def meta_info(generation: Generation) -> dict[str, Any]:
-    """What the engine told of a call, under the hosts' keys and without arrays; what it did not tell is left out."""
-    told = generation.meta
-    meta: dict[str, Any] = {key: value for key, value in told.items() if key.startswith("spec_") and value is not None}
-    meta |= _speculation(told)
+    """Give what the engine reported with a call, without arrays, under the hosts' keys; absent values have no key."""
+    reported = generation.meta
+    meta: dict[str, Any] = {
+        key: value for key, value in reported.items() if key.startswith("spec_") and value is not None
+    }
+    meta |= _speculation(reported)
     meta["completion_tokens"] = len(generation.token_ids)
     if generation.finish_reason is not None:
-        reason = told.get("finish_reason")  # SGLang's is an object, vLLM's a word
+        reason = reported.get("finish_reason")  # SGLang's is an object, vLLM's a word
         meta["finish_reason"] = {**(reason if isinstance(reason, dict) else {}), "type": generation.finish_reason}
-    version = generation.version_spans[-1][0] if generation.version_spans else told.get("weight_version")
+    version = generation.version_spans[-1][0] if generation.version_spans else reported.get("weight_version")
     latest = {
         "prompt_tokens": generation.prompt_tokens,
         "cached_tokens": generation.cached_tokens,
@@ -157,11 +158,11 @@ def meta_info(generation: Generation) -> dict[str, Any]:
     return meta | {key: value for key, value in latest.items() if value is not None}
 
 
-def _speculation(told: Mapping[str, Any]) -> dict[str, int]:
-    """The counts of speculative decoding that vLLM tells, or a patched build of it, under the hosts' names."""
-    stats = told.get("request_spec_decode_stats")
+def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:
+    """The counts of speculative decoding that vLLM, or a patched build of it, reports, under the hosts' names."""
+    stats = reported.get("request_spec_decode_stats")
     if not isinstance(stats, dict):
-        metrics = told.get("metrics")
+        metrics = reported.get("metrics")
         stats = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     if not isinstance(stats, dict):
         return {}
@@ -179,7 +180,7 @@ def _arrays(sample: SampleLike, generation: Generation) -> dict[str, Any]:
 
 
 def _joined(spans: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Spans with equal neighbours made one."""
+    """Join neighbouring spans of one version."""
     joined: list[tuple[str, int, int]] = []
     for version, start, end in spans:
         if joined and joined[-1][0] == version and joined[-1][2] == start:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_STOP", "UNKNOWN_STOP", "StopMatch", "StopRules", "Verdict", "find_stop_string", "stop_position"]
 
-# Sampling parameters whose state starts anew in each request: grammars, and patterns that only the engine can match.
+# Sampling parameters whose state starts over in each request: grammars, and patterns that only the engine can match.
 _OF_ONE_REQUEST: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
 _REPLACEMENT: Final = "\ufffd"  # how a character is decoded of which only a part has been generated
 

@@ -43,21 +43,23 @@ def _check_top_p(sample: SampleLike, length: int) -> None:
     ids = getattr(sample, "rollout_top_p_token_ids", None)
     offsets = getattr(sample, "rollout_top_p_token_offsets", None)
     if (ids is None) != (offsets is None):
-        raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together, but one is missing")
+        raise ValueError(
+            "rollout_top_p_token_ids and rollout_top_p_token_offsets go together: one of the two is missing"
+        )
     if ids is not None and offsets is not None:
         check_offsets("rollout_top_p_token_offsets", np.asarray(offsets), len(ids), length)
 
 
 def check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
-    """Check that ``offsets`` split so many top-p ``ids`` over so many ``tokens``.
+    """Check that ``offsets`` divide ``ids`` top-p ids among ``tokens`` tokens.
 
     Raises:
-        ValueError: they are not one more than ``tokens``, or do not rise from 0 to ``ids``.
+        ValueError: they are not one more than ``tokens``, or do not increase from 0 to ``ids``.
     """
     if len(offsets) != tokens + 1:
         raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: one more than tokens is needed")
     if offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{name} must begin at 0, end at {ids}, the number of ids, and never fall")
+        raise ValueError(f"{name} must start at 0, end at {ids} (the number of ids) and never decrease")
 
 
 def check_uniform(what: str, *, before: int, has: bool, more: int | None, gets: bool) -> None:
@@ -83,7 +85,7 @@ def check_uniform(what: str, *, before: int, has: bool, more: int | None, gets: 
 
 
 def check_expert_rows(experts: npt.NDArray[Any], rows: int, *, kept: int = 0) -> None:
-    """Check that routed experts, ``[n, num_layers, top_k]``, have ``rows`` rows, or that many less the ``kept`` ones.
+    """Check that routed experts, ``[n, num_layers, top_k]``, have ``rows`` rows, or those without the first ``kept``.
 
     Raises:
         ValueError: another number of rows or dimensions.
