@@ -1,4 +1,4 @@
-"""Many samples completed at once: so many in flight, each reported once, none left when the run ends."""
+"""Many samples completed at once: limited concurrency, each reported once, no task left when the run ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine(speech: Speech) -> Iterator[Loopback]:
         yield running
 
 
-async def test_so_many_samples_are_in_flight_and_no_more(speech: Speech) -> None:
+async def test_no_more_samples_than_the_concurrency_are_in_flight(speech: Speech) -> None:
     slow = [head(), chunk(speech.part([10], finish="stop")), 0.02, *stream(DONE)[1:]]
     async with speech.replay(slow) as engine, speech.client(engine.url) as client:
         ended: list[Sample] = []
@@ -38,7 +38,7 @@ async def test_so_many_samples_are_in_flight_and_no_more(speech: Speech) -> None
             await complete_all(client, work, print, concurrency=0)
 
 
-async def test_a_cancelled_run_hands_over_what_it_cut_and_leaves_nothing(speech: Speech, engine: Loopback) -> None:
+async def test_a_cancelled_run_reports_its_partial_samples_and_leaves_nothing(speech: Speech, engine: Loopback) -> None:
     ended: dict[int, tuple[Sample, Exception | None]] = {}
     work = [sample_of(max_new_tokens=500, sampling_seed=seed, ignore_eos=True) for seed in range(40)]
     for index, sample in enumerate(work):
@@ -66,25 +66,25 @@ def _idle(engine: Loopback) -> None:
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-async def test_failures_are_told_with_their_samples_and_the_others_go_on(speech: Speech) -> None:
+async def test_failures_are_reported_with_their_samples_and_do_not_end_the_others(speech: Speech) -> None:
     def some(request: Request) -> Sequence[Step]:
         if speech.ids(request)[0] == 1:
             return answer_json({"error": "bad"}, status=400)
         return stream(speech.part([10], finish="stop"), DONE)
 
-    told: list[tuple[int, str | None]] = []
+    reported: list[tuple[int, str | None]] = []
     async with speech.replay(some) as engine, speech.client(engine.url, retries=SOON) as client:
         work = [sample_of([bad, 6, 7]) for bad in (1, 0, 1, 0)]
         await complete_all(
             client,
             work,
-            lambda sample, error: told.append((sample.tokens[0], type(error).__name__ if error else None)),
+            lambda sample, error: reported.append((sample.tokens[0], type(error).__name__ if error else None)),
             concurrency=2,
         )
-    assert sorted(told, key=str) == [(0, None), (0, None), (1, "EngineError"), (1, "EngineError")]
+    assert sorted(reported, key=str) == [(0, None), (0, None), (1, "EngineError"), (1, "EngineError")]
 
 
-async def test_an_error_of_the_callers_own_ends_the_run_and_what_is_in_flight(speech: Speech) -> None:
+async def test_an_error_of_the_callback_ends_the_run_and_what_is_in_flight(speech: Speech) -> None:
     def full(sample: Sample, _error: Exception | None) -> None:
         raise OSError(28, "no space left")
 

@@ -1,4 +1,4 @@
-"""The text of a response that came in parts is one text out of its ids, and ends where the engine's own ends."""
+"""The text of a response that took several calls is decoded as a whole, and ends where the engine's text ends."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def decoded(ids: list[int], *, last: str | None, matched: Any = None, exact: str
 
 
 @pytest.mark.parametrize("last", ["", "\ufffd", "\ufffd\ufffd a tale", None])
-def test_a_character_that_fell_apart_at_the_border_is_whole_again(last: str | None) -> None:
+def test_a_character_split_between_calls_is_whole(last: str | None) -> None:
     ids = TOKENIZER.encode("once 🚀 a tale")
     assert decoded(ids, last=last) == "once 🚀 a tale"
 
 
-def test_a_stop_token_is_shown_where_stops_are_shown_and_left_out_where_they_are_not() -> None:
+def test_a_stop_token_is_in_the_text_only_with_no_stop_trim() -> None:
     ids = [*TOKENIZER.encode("once"), ord("!")]
     assert decoded(ids, last="e", matched=ord("!")) == "once"
     assert decoded(ids, last="e!", matched=ord("!"), no_stop_trim=True) == "once!"
@@ -36,41 +36,41 @@ def test_a_stop_token_is_shown_where_stops_are_shown_and_left_out_where_they_are
 
 
 @pytest.mark.parametrize(("last", "shown"), [("c", "abc"), ("cEND", "abcEND"), ("cENDx", "abcENDx"), ("", "abc")])
-def test_a_stop_string_is_shown_as_far_as_the_engine_shows_it(last: str, shown: str) -> None:
+def test_a_stop_string_is_in_the_text_if_it_is_in_the_engines(last: str, shown: str) -> None:
     assert decoded(list(b"abcENDx"), last=last, matched="END") == shown
 
 
-def test_a_stop_string_that_stood_before_the_last_part_is_not_the_end() -> None:
+def test_a_stop_string_before_the_last_call_is_not_the_end() -> None:
     ids = list(b"END and much more text than the last part has, cEND")
     found = decoded(ids, last="has, c", matched="END")
     assert found == "END and much more text than the last part has, c"
 
 
-def test_a_stop_string_is_the_one_that_the_last_token_brought_however_long_the_token_is() -> None:
+def test_the_stop_string_is_the_one_in_the_last_token_even_if_more_text_follows_in_it() -> None:
     ids = TOKENIZER.encode("a question and another question")
     assert decoded(ids, last="", matched=" qu") == "a question and another"
     assert decoded(ids, last=None, matched="e", no_stop_trim=True) == "a question and another que"
 
 
-def test_a_text_that_ends_otherwise_than_the_engines_is_not_taken() -> None:
+def test_a_text_that_ends_differently_from_the_engines_is_rejected() -> None:
     assert decoded(list(b"abc"), last="the engine knows of something else") is None
 
 
-def test_what_stands_of_the_text_is_not_changed() -> None:
-    """Whoever wrote a part of it, a tool's answer in words of its own, had a reason."""
+def test_exact_characters_are_not_changed() -> None:
+    """A tool's answer may be text that no token decodes to."""
     assert decoded(list(b"abc"), last="c", exact="ab") == "abc"
     assert decoded(list(b"abc"), last="c", exact="ab\ufffd") == "abc"
     assert decoded(list(b"abc"), last="c", exact="[a tool's answer]") is None
 
 
-def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
+def test_special_tokens_are_in_the_text_if_they_are_not_skipped() -> None:
     ids = [ord("a"), TOKENIZER.pad_token_id, ord("b")]
     assert decoded(ids, last=None) == "ab"
     assert decoded(ids, last=None, skip_special_tokens=False) == "a<|pad|>b"
 
 
 class Sentencepiece:
-    """A tokenizer that writes no space before the first word, as those with a metaspace do."""
+    """A tokenizer that decodes the first word without a space, as those with a metaspace do."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         del skip_special_tokens
@@ -96,7 +96,7 @@ def test_of_a_later_turn_only_its_own_tokens_are_decoded() -> None:
 
 
 @given(st.text(max_size=40), st.data())
-def test_any_text_cut_anywhere_is_decoded_whole(text: str, data: st.DataObject) -> None:
+def test_any_text_split_anywhere_is_decoded_whole(text: str, data: st.DataObject) -> None:
     ids = list(text.encode(errors="replace"))
     border = data.draw(st.integers(0, len(ids)))
     last = bytes(ids[border:]).decode(errors="replace")

@@ -37,15 +37,15 @@ def test_a_stop_string_is_found_whole_or_in_part(
 @pytest.mark.parametrize(
     ("text", "complete", "partial"),
     [
-        ("ab\ufffd", True, True),  # of the emoji, for all that is known
+        ("ab\ufffd", True, True),  # which may be a part of the emoji
         ("a\ufffd", True, False),
         ("ab", False, True),
-        ("a", False, True),  # the word is held back with its half of a character
+        ("a", False, True),  # the word is held back with its incomplete character
         ("ab", True, True),
         ("", True, False),
     ],
 )
-def test_a_part_of_a_character_may_become_one_of_a_stop_string(text: str, *, complete: bool, partial: bool) -> None:
+def test_an_incomplete_character_may_become_one_of_a_stop_string(text: str, *, complete: bool, partial: bool) -> None:
     assert find_stop_string(text, {"stop": ["b\U0001f642"]}, is_complete=complete) == (None, partial)
     assert find_stop_string(text, {"stop": ["\U0001f642"]}, is_complete=complete).is_partial is (
         not complete or "\ufffd" in text
@@ -54,8 +54,8 @@ def test_a_part_of_a_character_may_become_one_of_a_stop_string(text: str, *, com
 
 
 @pytest.mark.parametrize(("text", "partial"), [("say x ", True), ("say x b", True), ("say b", False), ("say", False)])
-def test_a_word_whose_last_character_is_half_there_may_be_missing_with_it(text: str, *, partial: bool) -> None:
-    """SGLang shows a text up to its last space as long as it ends in the half of a character."""
+def test_a_word_with_an_incomplete_last_character_may_be_missing_from_the_text(text: str, *, partial: bool) -> None:
+    """SGLang sends a text up to its last space as long as it ends in an incomplete character."""
     assert find_stop_string(text, {"stop": ["x b\U0001f642"]}, is_complete=False) == (None, partial)
     assert find_stop_string(text, {"stop": ["x b!"]}, is_complete=False).is_partial is text.startswith("say x")
 
@@ -117,14 +117,14 @@ def test_a_generation_that_stopped_reveals_the_eos_of_its_model(
     assert rules("vllm").revealed_eos(Generation([1, 2], finish_reason="length")) is None
 
 
-def test_a_text_that_is_sent_late_or_not_at_all_tells_nothing_of_stop_strings() -> None:
+def test_a_delayed_or_missing_text_does_not_show_whether_a_stop_string_was_generated() -> None:
     assert rules("sglang", stop=["b"]).find_in_engine_text("ac") == NO_STOP
     assert rules("sglang", stop=["b"]).find_in_engine_text("") == UNKNOWN_STOP
     assert rules("vllm-completions", stop=["b"]).find_in_engine_text("ac") == UNKNOWN_STOP
     assert rules("vllm-completions", stop=["b"], no_stop_trim=True).find_in_engine_text("ac") == NO_STOP
 
 
-def test_a_stop_string_is_the_first_one_that_the_last_token_brought() -> None:
+def test_the_stop_string_is_the_first_one_in_the_last_token() -> None:
     assert stop_position("END, cEND", "END, cEN", "END") == 6
     assert stop_position("abEND cd", "abEND c", "END") == 2  # several tokens at once
     assert stop_position("abc", "ab", "END") == -1

@@ -1,4 +1,4 @@
-"""Samples to bring to their ends, written replies to do it with, and what an undisturbed generation gives."""
+"""Helpers of the tests of complete(): samples, scripted replies, and what an uninterrupted generation gives."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ async def completed(client: Client, sample: Sample, *, resume: Resume = "continu
 
 
 def differs(speech: Speech, sample: Sample, engine: Loopback, prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
-    """What is not as in the undisturbed generation; the text is compared where no character can have been cut."""
+    """Fields that differ from the uninterrupted generation; text only if no character can have been split."""
     params = sample.metadata["sampling_params"]
-    told = speech.undisturbed(engine, prompt, params)
-    assert told.finish is not None
-    status = {"stop": Sample.Status.COMPLETED, "length": Sample.Status.TRUNCATED}[told.finish["type"]]
+    whole = speech.undisturbed(engine, prompt, params)
+    assert whole.finish is not None
+    status = {"stop": Sample.Status.COMPLETED, "length": Sample.Status.TRUNCATED}[whole.finish["type"]]
     expected = {
-        "tokens": [*prompt, *told.token_ids],
-        "response_length": len(told.token_ids),
-        "rollout_log_probs": told.logprobs,
-        "loss_mask": [1] * len(told.token_ids),
+        "tokens": [*prompt, *whole.token_ids],
+        "response_length": len(whole.token_ids),
+        "rollout_log_probs": whole.logprobs,
+        "loss_mask": [1] * len(whole.token_ids),
         "status": status,
     }
     if "text_joined" not in sample.metadata:
-        expected["response"] = engine.tokenizer.decode(told.token_ids)
+        expected["response"] = engine.tokenizer.decode(whole.token_ids)
     return {name: (getattr(sample, name), value) for name, value in expected.items() if getattr(sample, name) != value}
 
 
 def answers(*replies: Sequence[Step]) -> Callable[[Request], Sequence[Step]]:
-    """The n-th request gets the n-th reply."""
+    """Give the n-th request the n-th reply."""
     left = iter(replies)
     return lambda _request: next(left)
 
 
-def cut(*payloads: bytes) -> list[Step]:
-    """A reply whose body ends in the middle."""
+def truncated(*payloads: bytes) -> list[Step]:
+    """A reply whose body ends before the terminal event."""
     return stream(*payloads, end=FIN)
