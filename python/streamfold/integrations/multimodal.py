@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import orjson
 
-from streamfold.client.responses import refusal
-from streamfold.client.transport import fresh
+from streamfold.client.responses import error_from_response
+from streamfold.client.transport import new_transport
 from streamfold.errors import EngineError, EngineTimeout, quote
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str
     url, limits = seat.client.base_url + _PATH, seat.timeouts
     timeout = httpx.Timeout(None, connect=limits.connect)
     # A transport of its own: nothing of a request that is cancelled stays in a pool.
-    async with httpx.AsyncClient(transport=fresh(), timeout=timeout, trust_env=False) as client:
+    async with httpx.AsyncClient(transport=new_transport(), timeout=timeout, trust_env=False) as client:
         sent = {**headers, "Content-Type": "application/json"}
         try:
             reply = await asyncio.wait_for(
@@ -100,7 +100,7 @@ async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str
             "take a vLLM that has it, and start it with --enable-scale-out"
         )
     if reply.status_code != 200:
-        raise refusal(reply, reply.content)
+        raise error_from_response(reply, reply.content)
     try:
         told = orjson.loads(reply.content)
     except orjson.JSONDecodeError:
