@@ -48,14 +48,15 @@ async def generate(
     limit = params.get("max_new_tokens")
     budget = None if limit is None else limit - sample.response_length
     headers = _headers(host, args, sample)
+    abort = seat.abort_signal(state)
     with (
         host.span(sample, "generate", max_new_tokens=budget) as span,
-        seat.watched(lambda: state.aborted),
+        seat.watched(abort),
     ):
         try:
             extra: Extra | None = {}
             if budget is None or budget > 0:
-                extra = await host.besides(args, sample, seat, headers, lambda: state.aborted)
+                extra = await host.besides(args, sample, seat, headers, abort)
             if extra is None:
                 sample.status = statuses.ABORTED
                 return sample
@@ -64,7 +65,7 @@ async def generate(
                 stop_ids=seat.ends,
                 headers=headers,
                 extra=extra,
-                aborted=lambda: state.aborted,
+                aborted=abort,
                 resume_aborts=False,
                 on_generation=partial(host.describe, span),
             )
@@ -73,7 +74,7 @@ async def generate(
         except BaseException as error:
             if sample.status is statuses.PENDING:  # nothing could be written
                 sample.status = statuses.ABORTED
-            if isinstance(error, StreamTruncated) and host.aborts_silently and state.aborted:
+            if isinstance(error, StreamTruncated) and host.aborts_silently and abort.is_set():
                 return sample  # that was the end of a request which the host has aborted
             if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
                 # The engine was faster than the abort, but the host takes the sample for a partial one.

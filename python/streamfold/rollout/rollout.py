@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from streamfold.client._internal import internals_of
 from streamfold.rollout import groups as rules
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
@@ -206,7 +207,7 @@ class _Complete:
         aborted: Callable[[], bool],
     ) -> Any:  # noqa: ANN401
         with self._rank() as rank:
-            headers, extra = self._client.engine_spec.route(getattr(sample, "session_id", None), rank)
+            headers, extra = internals_of(self._client).engine_spec.route(getattr(sample, "session_id", None), rank)
             options = CompletionOptions(
                 logprobs=self._config.logprobs,
                 stop_ids=self._stop_ids,

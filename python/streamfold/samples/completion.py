@@ -6,13 +6,14 @@ sent the sample's prompt plus generated tokens, with ``max_new_tokens`` reduced,
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from streamfold._core import Generation
+from streamfold.client._internal import internals_of
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.merging import check_ready
@@ -33,7 +34,6 @@ S = TypeVar("S", bound="SampleLike")
 
 _LOGGER = logging.getLogger("streamfold")
 _PROMPT_KEYS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
-_POLL_SECONDS: Final = 0.1  # how often a pause reads the host's flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class CompletionOptions:
         headers: of each request.
         extra: further keys of each request, or a function that is called for each request to give them. ``text``,
             ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt.
-        aborted: a host's flag. While it returns True, no request is sent and nothing is resumed.
+        aborted: a host's flag, or an :class:`~streamfold.client.abort_signal.AbortSignal`. While it returns True, no
+            request is sent and nothing is resumed.
         resume_aborts: whether to resume after an abort event that neither the caller nor the host has caused. If not,
             the abort is the result.
         on_generation: called with what each call has generated, before it is merged.
@@ -160,21 +161,27 @@ class _Completion:
         options: CompletionOptions,
         args: Any,  # noqa: ANN401  # the host's own
     ) -> None:
+        internals = internals_of(client)
         self._client = client
+        self._engine_spec = internals.engine_spec
+        self._has_experts = internals.experts is not None
+        self._retries = internals.retries
+        self._client_abort = internals.abort_signal
+        self._host_abort = AbortSignal.of(options.aborted)
         self._sample = sample
-        self._params = client.engine_spec.normalize_params(sampling_params)
+        self._params = self._engine_spec.normalize_params(sampling_params)
         self._resume = resume
         self._options = options
         self._args = args
-        self._calls_left = client.retries.tries
+        self._calls_left = self._retries.tries
         self._failures = 0  # of calls in a row that have received no token
         self._turn = Turn(
             sample=sample,
             params=self._params,
-            engine_spec=client.engine_spec,
-            tokenizer=options.tokenizer if options.tokenizer is not None else client.tokenizer,
+            engine_spec=self._engine_spec,
+            tokenizer=options.tokenizer if options.tokenizer is not None else internals.tokenizer,
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
-            has_experts=client.experts is not None,
+            has_experts=self._has_experts,
         )
 
     @property
@@ -185,15 +192,15 @@ class _Completion:
         """Make calls until the sample is finished, its abort is the result, or no call may follow."""
         check_ready(self._sample)
         self._check_request()
-        turn, swept = self._turn, self._client.swept()
+        turn = self._turn
         turn.start()
         verdict = turn.judge()
         while verdict is not Verdict.FINISHED:
             if verdict is Verdict.RESTART:
-                if self._host_aborts():
+                if self._host_abort.is_set():
                     return  # keep what there is: no call may follow that replaces it
                 turn.restart()
-            outcome = self._assess(await self._call(), swept)
+            outcome = self._assess(await self._call())
             may_resume = self._write_or_drop(outcome, may_resume=self._may_resume(outcome))
             if outcome.error is None:
                 return
@@ -202,7 +209,7 @@ class _Completion:
                 return
             if not may_resume:
                 raise outcome.error
-            if not await self._back_off(outcome, swept):
+            if not await self._back_off(outcome):
                 return
             add_counts(self._sample, resumed=1)
 
@@ -218,7 +225,7 @@ class _Completion:
         has_logprobs = sample.rollout_log_probs is not None
         check_uniform("log-probabilities", before=before, has=has_logprobs, more=None, gets=self._options.logprobs)
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
-        if not (has_top_p and self._client.engine_spec.sends_unrequested_side_data):
+        if not (has_top_p and self._engine_spec.sends_unrequested_side_data):
             check_uniform("top-p ids", before=before, has=has_top_p, more=None, gets=expects_top_p(self._params))
 
     async def _call(self) -> _Outcome:
@@ -231,7 +238,7 @@ class _Completion:
             logprobs=self._options.logprobs,
             headers=self._options.headers,
             extra=extra,
-            aborted=self._options.aborted,
+            aborted=self._host_abort,
         )
         try:
             return _Outcome(await call, None, call.aborting)
@@ -265,10 +272,10 @@ class _Completion:
 
     # The outcome.
 
-    def _assess(self, outcome: _Outcome, swept: asyncio.Future[None]) -> _Outcome:
+    def _assess(self, outcome: _Outcome) -> _Outcome:
         """Decide whether a call has failed: an abort that this process has caused is a result, any other is not."""
-        error, was_aborted = outcome.error, outcome.was_aborted or swept.done()
-        if self._host_aborts():
+        error, was_aborted = outcome.error, outcome.was_aborted or self._client_abort.is_set()
+        if self._host_abort.is_set():
             was_aborted = True
             if isinstance(error, StreamTruncated):  # how vLLM up to 0.31 ends a stream that was aborted
                 error = None
@@ -318,7 +325,7 @@ class _Completion:
         """
         if self._options.on_generation is not None:
             self._options.on_generation(generation)
-        if self._client.experts is None and self._client.engine_spec.sends_unrequested_side_data:
+        if not self._has_experts and self._engine_spec.sends_unrequested_side_data:
             generation = _without_experts(generation)
         finished, missing = generation.finish_reason in ("stop", "length"), self._missing_side_data(generation)
         if missing is None:
@@ -337,31 +344,23 @@ class _Completion:
         if len(generation.token_ids) and generation.top_p is None and expects_top_p(self._params):
             return "top-p ids"  # tokens without them cannot be replayed
         finished = generation.finish_reason in ("stop", "length")
-        has_experts = self._client.experts is None or generation.routed_experts is not None
-        return "routed experts" if finished and not has_experts else None
+        lacks_experts = self._has_experts and generation.routed_experts is None
+        return "routed experts" if finished and lacks_experts else None
 
     def _abort_sample(self) -> None:
         self._sample.status = type(self._sample.status)["ABORTED"]
 
     # The next call.
 
-    async def _back_off(self, outcome: _Outcome, swept: asyncio.Future[None]) -> bool:
+    async def _back_off(self, outcome: _Outcome) -> bool:
         """Wait before the next call; False if an abort forbids it."""
         if outcome.was_aborted:
             return False
         sample = self._sample
         _LOGGER.info("resuming sample %s at token %s after: %s", sample.index, sample.response_length, outcome.error)
         self._failures = 1 if outcome.has_tokens else self._failures + 1
-        clock = asyncio.get_running_loop().time
-        until = clock() + self._client.retries.pause(self._failures)
-        while (left := until - clock()) > 0:
-            await asyncio.wait({swept}, timeout=left if self._options.aborted is None else min(left, _POLL_SECONDS))
-            if swept.done() or self._host_aborts():
-                return False
-        return True
-
-    def _host_aborts(self) -> bool:
-        return self._options.aborted is not None and self._options.aborted()
+        was_aborted = await (self._client_abort | self._host_abort).wait(self._retries.pause(self._failures))
+        return not was_aborted
 
 
 def _without_experts(generation: Generation) -> Generation:
