@@ -29,9 +29,10 @@ from streamfold.integrations.base import Host, has_any
 from streamfold.samples.merging import meta_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from streamfold._core import Generation
+    from streamfold.client.abort_signal import AbortSignal
     from streamfold.integrations.base import Args, HostSample, Seat
     from streamfold.samples.completion import Extra
 
@@ -54,7 +55,7 @@ class Slime(Host):
         return "uint8" if count is not None and count <= _MOST_EXPERTS_IN_UINT8 else "int32"
 
     async def besides(
-        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: Callable[[], bool]
+        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: AbortSignal
     ) -> Extra:
         """Images with their prompt."""
         del args, seat, headers, aborted

@@ -26,9 +26,10 @@ from streamfold.integrations import rollout as host_rollout
 from streamfold.integrations.base import Host, has_any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from streamfold._core import Generation
+    from streamfold.client.abort_signal import AbortSignal
     from streamfold.integrations.base import Args, HostSample, Seat
     from streamfold.samples.completion import Extra
 
@@ -52,7 +53,7 @@ class Vime(Host):
         return {**given, "custom_params": {**(given.get("custom_params") or {}), "return_top_p_token_ids": True}}
 
     async def besides(
-        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: Callable[[], bool]
+        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: AbortSignal
     ) -> Extra | None:
         """The model's name, and images as the server renders them."""
         # Of one with a router of its own only the router knows under which name it is served.

@@ -36,6 +36,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
 
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.samples.completion import Resume
@@ -49,13 +50,11 @@ if TYPE_CHECKING:
     from streamfold.samples.completion import Extra
 
 __all__ = [
-    "LOOK_SECONDS",
     "Host",
     "Seat",
     "address",
     "has_any",
     "notes_of",
-    "pause",
     "resume_policy",
     "seat",
     "setting",
@@ -69,8 +68,6 @@ log = logging.getLogger("streamfold")
 
 _NO_LIMIT: Final = ("none", "null", "")
 _UNSET: Final = object()
-LOOK_SECONDS: Final = 0.1  # how often those who wait look whether the host is aborting
-_WATCH_SECONDS: Final = 0.5  # likewise who sees to what is left then
 _GRACE_SECONDS: Final = 5.0  # besides the drain: for streams to end that an abort of whole servers has reached
 
 
@@ -112,14 +109,6 @@ def has_any(inputs: Sized | None) -> bool:
 def _function_at(path: str) -> Any:  # noqa: ANN401  # whatever is there
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-async def pause(seconds: float, aborted: Callable[[], bool]) -> None:
-    """Wait, but not after the host has begun to abort."""
-    clock = asyncio.get_running_loop().time
-    until = clock() + seconds
-    while (left := until - clock()) > 0 and not aborted():  # noqa: ASYNC110  # a host's flag
-        await asyncio.sleep(min(left, LOOK_SECONDS))
 
 
 class Host(ABC):
@@ -203,7 +192,7 @@ class Host(ABC):
 
     @abstractmethod
     async def besides(
-        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: Callable[[], bool]
+        self, args: Args, sample: HostSample, seat: Seat, headers: Mapping[str, str], aborted: AbortSignal
     ) -> Extra | None:
         """What a sample's requests hold besides ids and parameters: images, for one.
 
@@ -251,33 +240,48 @@ class Seat:
     ends: set[int] = field(default_factory=set)  # tokens at which the engine was seen to stop
     _closes: AsyncGenerator[None, None] | None = None  # kept for the loop, which closes it at its own end
     _users: int = 0
-    _watch: asyncio.Task[None] | None = None
+    _state: Any = None
+    _abort: AbortSignal = field(default_factory=AbortSignal)
+    _unsubscribe: Callable[[], None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _abort_all: asyncio.Task[None] | None = None
+
+    def abort_signal(self, state: Any) -> AbortSignal:  # noqa: ANN401  # the host's own
+        """The host's flag ``state.aborted``: one signal for all calls that are made from here."""
+        if self._state is not state:
+            self._state, self._abort = state, AbortSignal(lambda: state.aborted)
+        return self._abort
 
     @contextlib.contextmanager
-    def watched(self, aborted: Callable[[], bool]) -> Iterator[None]:
+    def watched(self, abort: AbortSignal) -> Iterator[None]:
         """End what is left of our calls a while after the host has begun to abort.
 
         A host that aborts whole servers waits for every stream to end. A request that reached its engine just after
         the sweep may run, or wait, for ever.
         """
         self._users += 1
-        if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._look(aborted))
+        if self._unsubscribe is None:
+            self._unsubscribe = abort.subscribe(lambda: self._start_timer(abort))
         try:
             yield
         finally:
             self._users -= 1
             if not self._users:
-                self._watch.cancel()
-                self._watch = None
+                self._unsubscribe()
+                self._unsubscribe = None
+                for pending in (self._timer, self._abort_all):
+                    if pending is not None:
+                        pending.cancel()
 
-    async def _look(self, aborted: Callable[[], bool]) -> None:
-        looks = 0
-        while True:
-            await asyncio.sleep(_WATCH_SECONDS)
-            looks = looks + 1 if aborted() else 0
-            if looks * _WATCH_SECONDS > self.timeouts.drain + _GRACE_SECONDS:
-                await self.client.abort_all()
+    def _start_timer(self, abort: AbortSignal) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.timeouts.drain + _GRACE_SECONDS, self._abort_rest, abort)
+
+    def _abort_rest(self, abort: AbortSignal) -> None:
+        if abort.is_set():
+            self._abort_all = asyncio.get_running_loop().create_task(self.client.abort_all())
 
 
 _seats: dict[asyncio.AbstractEventLoop, dict[object, Seat]] = {}

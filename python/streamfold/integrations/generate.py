@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
 from streamfold.integrations import base as hosts
 from streamfold.integrations.base import notes_of
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
+from streamfold.samples.metadata import FINISHED_AS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from streamfold.samples.completion import Extra
 
 __all__ = ["generate", "seat_of"]
-
-_ENDED: Final = "streamfold_ended"
 
 
 async def generate(
@@ -49,39 +48,40 @@ async def generate(
     limit = params.get("max_new_tokens")
     budget = None if limit is None else limit - sample.response_length
     headers = _headers(host, args, sample)
+    abort = seat.abort_signal(state)
     with (
         host.span(sample, "generate", max_new_tokens=budget) as span,
-        seat.watched(lambda: state.aborted),
+        seat.watched(abort),
     ):
         try:
             extra: Extra | None = {}
             if budget is None or budget > 0:
-                extra = await host.besides(args, sample, seat, headers, lambda: state.aborted)
+                extra = await host.besides(args, sample, seat, headers, abort)
             if extra is None:
                 sample.status = statuses.ABORTED
                 return sample
-            await complete(
-                seat.client,
-                sample,
-                params,
-                resume=hosts.resume_policy(args),
-                args=args,
+            options = CompletionOptions(
                 tokenizer=state.tokenizer,
                 stop_ids=seat.ends,
                 headers=headers,
                 extra=extra,
-                aborted=lambda: state.aborted,
+                aborted=abort,
                 resume_aborts=False,
                 on_generation=partial(host.describe, span),
             )
+            resume = hosts.resume_policy(args)
+            await complete(seat.client, sample, params, resume=resume, options=options, args=args)
         except BaseException as error:
             if sample.status is statuses.PENDING:  # nothing could be written
                 sample.status = statuses.ABORTED
-            if isinstance(error, StreamTruncated) and host.aborts_silently and state.aborted:
+            if isinstance(error, StreamTruncated) and host.aborts_silently and abort.is_set():
                 return sample  # that was the end of a request which the host has aborted
             if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
                 # The engine was faster than the abort, but the host takes the sample for a partial one.
-                sample.metadata = {**notes_of(sample), _ENDED: {"at": sample.response_length, "as": sample.status.name}}
+                sample.metadata = {
+                    **notes_of(sample),
+                    FINISHED_AS: {"at": sample.response_length, "as": sample.status.name},
+                }
             raise
     return sample
 
@@ -105,10 +105,10 @@ def _check(host: Host, args: Args, sample: HostSample) -> None:
 def _noted_end(sample: HostSample) -> str | None:
     """The status that was noted for the response as it is. The note is taken away, as it holds no longer."""
     notes = notes_of(sample)
-    if _ENDED not in notes:
+    if FINISHED_AS not in notes:
         return None
-    sample.metadata = {key: value for key, value in notes.items() if key != _ENDED}
-    noted: dict[str, Any] = notes[_ENDED]
+    sample.metadata = {key: value for key, value in notes.items() if key != FINISHED_AS}
+    noted: dict[str, Any] = notes[FINISHED_AS]
     status: str = noted["as"]
     return status if noted["at"] == sample.response_length > 0 else None
 

@@ -10,8 +10,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamfold.integrations.base import pause
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.rollout import groups as rules
+from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -48,7 +49,7 @@ class HostGenerate:
     ) -> Any:  # noqa: ANN401
         """The sample, or what was made of it."""
         try:
-            made = await self._generated(sample, sampling_params, aborted)
+            made = await self._generated(sample, sampling_params, AbortSignal.of(aborted))
         except asyncio.CancelledError:
             if self._hooks is None or not rules.is_finished(sample):
                 raise
@@ -64,7 +65,7 @@ class HostGenerate:
         path = path or getattr(self._args, "custom_generate_function_path", None)
         return self._host.load(path or self._host.generator)
 
-    async def _generated(self, sample: HostSample, sampling_params: dict[str, Any], aborted: Callable[[], bool]) -> Any:  # noqa: ANN401
+    async def _generated(self, sample: HostSample, sampling_params: dict[str, Any], aborted: AbortSignal) -> Any:  # noqa: ANN401
         function = self._function(sample)
         told = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
         if "sampling_seed" in sampling_params:  # our loop's name for it; the generator may be the host's
@@ -80,7 +81,7 @@ class HostGenerate:
             sample = made
             failures = 1 if sample.response_length > before else failures + 1
             self._make_ready(sample)
-            await pause(self._retries.pause(failures), aborted)
+            await aborted.wait(self._retries.pause(failures))
         return made
 
     def _make_ready(self, sample: HostSample) -> None:
@@ -90,7 +91,7 @@ class HostGenerate:
             rules.start_again([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
-        rules.note(sample, resumed=1)
+        add_counts(sample, resumed=1)
 
     def _rank(self) -> contextlib.AbstractContextManager[Any]:
         """The host's own balance of data-parallel ranks, which generators may look at."""

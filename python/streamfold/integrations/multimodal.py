@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import orjson
 
-from streamfold.client.responses import refusal
-from streamfold.client.transport import fresh
+from streamfold.client.responses import error_from_response
+from streamfold.client.transport import new_transport
 from streamfold.errors import EngineError, EngineTimeout, quote
-from streamfold.integrations.base import LOOK_SECONDS, pause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from streamfold.client.abort_signal import AbortSignal
     from streamfold.integrations.base import Seat
 
 __all__ = ["body_of", "render"]
@@ -31,7 +31,7 @@ _OURS: Final = {"token_ids", "sampling_params", "stream", "stream_options", "req
 
 
 async def render(
-    seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str], aborted: Callable[[], bool]
+    seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str], aborted: AbortSignal
 ) -> dict[str, Any] | None:
     """Ask the server to render a prompt; what fails for a while is asked for again, as a call is.
 
@@ -53,25 +53,26 @@ async def render(
             if tries == retries.tries or not getattr(error, "retryable", True):
                 raise
             seconds = retries.pause(tries, getattr(error, "retry_after", None))
-        await pause(seconds, aborted)
+        if await aborted.wait(seconds):
+            return None
     return None
 
 
 async def _unless(
-    aborted: Callable[[], bool], seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str]
+    aborted: AbortSignal, seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """Ask once, and leave it when the host begins to abort: nobody else would end it."""
     task = asyncio.ensure_future(_ask(seat, request, headers))
+    watcher = asyncio.ensure_future(aborted.wait())
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=LOOK_SECONDS)
-            if aborted():
-                return None
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if (watcher.done() and watcher.result()) or aborted.is_set():
+            return None
         return task.result()
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.wait({task, watcher})
         if not task.cancelled():
             task.exception()  # seen, even if nobody waits for it any more
 
@@ -80,7 +81,7 @@ async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str
     url, limits = seat.client.base_url + _PATH, seat.timeouts
     timeout = httpx.Timeout(None, connect=limits.connect)
     # A transport of its own: nothing of a request that is cancelled stays in a pool.
-    async with httpx.AsyncClient(transport=fresh(), timeout=timeout, trust_env=False) as client:
+    async with httpx.AsyncClient(transport=new_transport(), timeout=timeout, trust_env=False) as client:
         sent = {**headers, "Content-Type": "application/json"}
         try:
             reply = await asyncio.wait_for(
@@ -99,7 +100,7 @@ async def _ask(seat: Seat, request: Mapping[str, Any], headers: Mapping[str, str
             "take a vLLM that has it, and start it with --enable-scale-out"
         )
     if reply.status_code != 200:
-        raise refusal(reply, reply.content)
+        raise error_from_response(reply, reply.content)
     try:
         told = orjson.loads(reply.content)
     except orjson.JSONDecodeError:

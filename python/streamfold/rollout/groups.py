@@ -9,7 +9,8 @@ import copy
 import itertools
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from streamfold.samples.reset import note, restart
+from streamfold.samples.metadata import START_ROLLOUT_ID
+from streamfold.samples.reset import restart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,14 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Group", "Source", "begun_in", "index_of", "is_begun", "is_finished", "is_over", "is_partial", "keep_indices",
-    "note", "open_ones", "prompt_groups", "samples_of", "stamp", "start_again", "tokens_of",
+    "open_ones", "prompt_groups", "samples_of", "stamp", "start_again", "tokens_of",
 ]  # fmt: skip
 
 Group: TypeAlias = list[Any]
 
 # FAILED is a host's word for a result of its own generator: whatever it is, it is not for us to generate again.
 _FINISHED: Final = ("COMPLETED", "TRUNCATED", "FAILED")
-_START: Final = "start_rollout_id"
 
 
 class Source(Protocol):
@@ -119,11 +119,13 @@ def start_again(samples: Iterable[Any]) -> int:
 def stamp(group: Group, rollout_id: int) -> None:
     """Note in which rollout the responses were begun, once on each sample that has one."""
     for sample in samples_of(group):
-        if sample.response_length and _START not in (sample.metadata or {}):
-            sample.metadata = {**(sample.metadata or {}), _START: rollout_id}  # the old dict may be shared
+        if sample.response_length and START_ROLLOUT_ID not in (sample.metadata or {}):
+            sample.metadata = {**(sample.metadata or {}), START_ROLLOUT_ID: rollout_id}  # the old dict may be shared
 
 
 def begun_in(group: Group, now: int) -> int:
     """The rollout in which its oldest response was begun; ``now`` if none is noted."""
-    noted: list[int] = [s.metadata[_START] for s in samples_of(group) if _START in (s.metadata or {})]
+    noted: list[int] = [
+        s.metadata[START_ROLLOUT_ID] for s in samples_of(group) if START_ROLLOUT_ID in (s.metadata or {})
+    ]
     return min([now, *noted])

@@ -8,13 +8,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from streamfold.client._internal import internals_of
 from streamfold.rollout import groups as rules
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.rewards import Rewards
 from streamfold.rollout.scheduler import GroupScheduler
 from streamfold.rollout.tracker import GroupTracker
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -206,18 +207,15 @@ class _Complete:
         aborted: Callable[[], bool],
     ) -> Any:  # noqa: ANN401
         with self._rank() as rank:
-            headers, extra = self._client.engine_spec.route(getattr(sample, "session_id", None), rank)
-            return await complete(
-                self._client,
-                sample,
-                sampling_params,
-                resume=self._config.resume,
+            headers, extra = internals_of(self._client).engine_spec.route(getattr(sample, "session_id", None), rank)
+            options = CompletionOptions(
                 logprobs=self._config.logprobs,
                 stop_ids=self._stop_ids,
                 headers=headers,
                 extra=extra,
                 aborted=aborted,
             )
+            return await complete(self._client, sample, sampling_params, resume=self._config.resume, options=options)
 
     @contextlib.contextmanager
     def _rank(self) -> Iterator[int | None]:

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import Slots
 from streamfold.errors import StreamfoldError
 from streamfold.rollout import groups as rules
@@ -118,7 +119,7 @@ class GroupScheduler:
         on_abort: Callable[[], object],
         stats: RolloutStats,
     ) -> None:
-        self.aborted = False
+        self._abort = AbortSignal()
         self._config = config
         self._generate = generate
         self._rewards = rewards
@@ -134,6 +135,11 @@ class GroupScheduler:
         self._work = Cuttable()  # generators and rewards
         self._hurries = False  # no reward is begun any more
         self._has_warned = False
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the end has begun."""
+        return self._abort.is_set()
 
     def __len__(self) -> int:
         """Groups in flight, those included whose end has not been taken note of."""
@@ -169,7 +175,7 @@ class GroupScheduler:
         too; the ``CancelledError`` comes when nothing is left.
         """
         if not self.aborted:
-            self.aborted = True  # from here on nothing is begun: what runs now is all there is
+            self._abort.set()  # from here on nothing is begun: what runs now is all there is
             try:
                 self._on_abort()
             except Exception:
@@ -340,7 +346,7 @@ class GroupScheduler:
             mode = getattr(self._generate, "abort_mode", "server")
             mode = mode(sample) if callable(mode) else mode
             with self._stats.generating(sample) as counted:
-                work = self._generate(sample, params, aborted=lambda: self.aborted)
+                work = self._generate(sample, params, aborted=self._abort)
                 made = await self._work.run(work, "request" if mode == "request" else "server")
                 if made is None or made == []:
                     raise TypeError(f"the generator returned {made}: it must return the sample, or those made of it")

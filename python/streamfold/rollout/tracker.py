@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from streamfold.errors import StreamfoldError
 from streamfold.rollout import groups as rules
+from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +192,7 @@ class GroupTracker:
         for group in (ended.group for ended in failed):
             samples = rules.samples_of(group)
             self._stats.groups["failed"] += 1
-            rules.note((rules.open_ones(group) or samples)[0], failures=1)
+            add_counts((rules.open_ones(group) or samples)[0], failures=1)
             if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
                 back.append(group)
             else:
