@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import slime, vime
-from streamfold.integrations import base as hosts
+from streamfold.integrations.settings import Settings
 from streamfold.loopback import Loopback
 from support.host import engine, installed
 from support.host.slime.observability import trace_utils
@@ -211,9 +211,13 @@ async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: Non
         ({}, {"loss_mask": [1]}, "loss_mask has 1 entries, but response_length is 0"),
         ({"use_rollout_routing_replay": True, "num_layers": None}, {}, "num_layers"),
         ({"model_routers": {"a": ("h", 1)}, "streamfold_model": "b"}, {}, "no router for the model 'b'.* has a"),
-        ({"streamfold_concurrency": "many"}, {}, "streamfold_concurrency must be a number"),
-        ({"streamfold_concurrency": None}, {}, "they need a limit"),
-        ({"streamfold_timeout_first_token": -1}, {}, "first_token must be a number of seconds"),
+        ({"streamfold_concurrency": "many"}, {}, "streamfold_concurrency must be a whole number, 1 or more; not .many"),
+        ({"streamfold_concurrency": None}, {}, "streamfold_concurrency must be .* not None"),
+        (
+            {"streamfold_timeout_first_token": -1},
+            {},
+            "streamfold_timeout_first_token must be a number of seconds, 0 or more, or none; not -1",
+        ),
     ],
 )
 async def test_what_cannot_end_well_is_refused_before_anything_is_asked(
@@ -308,7 +312,7 @@ async def test_images_go_with_the_text_at_first_and_with_all_ids_later(slimes: N
 async def test_images_need_a_prompt_of_text(newer: None) -> None:
     async with Server(whole()) as server:
         sample = sample_of(prompt=[{"role": "user"}], multimodal_inputs={"images": [b"png"]})
-        with pytest.raises(ValueError, match="beside images the prompt must be a str"):
+        with pytest.raises(ValueError, match="with images the prompt must be a str"):
             await ask(streaming(server), sample)
         assert server.requests == []
 
@@ -331,7 +335,7 @@ def test_attributes_win_over_variables_and_both_over_the_defaults(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     args = type("Args", (), settings)()
-    found = hosts._timeouts(args)
+    found = Settings.of(args).timeouts
     assert (found.connect, found.first_token, found.next_token, found.drain) == wanted
 
 
@@ -377,7 +381,7 @@ async def test_helpers_for_spans_that_are_missing_or_fail_cost_no_sample(
             sample = await ask(streaming(server), sample_of())
             assert (sample.status, sample.response_length) == (Status.COMPLETED, 3)
     assert [span.name for span in spans] == [f"{engine.current().name}_generate"] * 2
-    assert "could not be described" in caplog.text
+    assert "could not be added" in caplog.text
 
 
 @pytest.mark.parametrize("eos", [9, [8, 9], None])

@@ -45,9 +45,9 @@ def args(tmp_path: Path) -> SimpleNamespace:
     return nowhere(save=str(tmp_path), load=str(tmp_path), rollout_shuffle=True, prompt_data=list(WORDS))
 
 
-def source_of(args: SimpleNamespace, *, keeps_account: bool = True, loads: int | None = None) -> Any:
+def source_of(args: SimpleNamespace, *, tracks_in_flight: bool = True, loads: int | None = None) -> Any:
     source = adapter().DataSource(args)
-    source.keeps_account = keeps_account
+    source.durable.tracks_in_flight = tracks_in_flight
     if loads is not None:
         source.load(loads)
     return source
@@ -113,7 +113,7 @@ def test_without_prompts_it_gives_what_it_was_given_and_says_so_when_there_is_no
     args.rollout_global_dataset = False
     source = source_of(args)
     source.add_samples([group])
-    with pytest.raises(RuntimeError, match=r"2 groups are asked for, 1 wait"):
+    with pytest.raises(RuntimeError, match=r"2 groups are requested, but 1 wait"):
         source.get_samples(2)
     assert source.get_samples(1) == [group]
     source.save(0)
@@ -233,7 +233,7 @@ def test_what_the_trainer_got_ahead_of_what_it_saves_is_not_lost(args: SimpleNam
     source.add_samples([waits])
     for rollout_id, group in enumerate([first, second]):
         source.done([group])
-        source.delivered([group], rollout_id)
+        source.durable.delivered([group], rollout_id)
     source.save(0)
     assert (source.get_buffer_length(), source.buffer.in_flight) == (1, 0), "a save changes nothing"
     source.save(1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Retries, StreamTruncated
-from streamfold.integrations import base as hosts
 from support.completing import answers
 from support.host import installed
 from support.host.slime.rollout.sglang_rollout import GenerateState
@@ -44,7 +43,7 @@ AGAIN: dict[str, Any] = {"streamfold_tries": 5}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of milliseconds."""
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
+    monkeypatch.setattr("streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=0.001))
 
 
 @pytest.fixture(autouse=True, params=HOSTS)
@@ -108,7 +107,9 @@ async def test_it_does_not_go_on_without_end() -> None:
 
 @pytest.mark.parametrize("when", TWICE)
 async def test_no_try_starts_while_the_host_is_aborting(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0))
+    monkeypatch.setattr(
+        "streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0)
+    )
     async with Server(TWICE[when]()) as server:
         args = streaming(server, **AGAIN)
         state = GenerateState(args)
@@ -127,8 +128,8 @@ async def test_a_request_that_reached_its_engine_after_the_hosts_sweep_does_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vllm-project/vime#294: it was parked, and the host waited for it for ever."""
-    monkeypatch.setattr(hosts, "_WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(hosts, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("streamfold.integrations.clients._WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("streamfold.integrations.clients._GRACE_SECONDS", 0.1)
     parked: list[Step] = [head(), HANG]
     async with Server(parked) as server:
         args = streaming(server, streamfold_drain=0.0)

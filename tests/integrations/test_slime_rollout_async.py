@@ -17,7 +17,7 @@ import pytest
 
 from streamfold import slime, vime
 from streamfold.errors import StreamfoldError
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from streamfold.loopback import Loopback
 from support.host import engine as engines
 from support.host import installed
@@ -44,7 +44,7 @@ def _nothing_left() -> Iterator[None]:
     slime.close_rollout()
     vime.close_rollout()
     assert not {thread for thread in set(threading.enumerate()) - threads if "streamfold" in thread.name}
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 @pytest.fixture(params=HOSTS)

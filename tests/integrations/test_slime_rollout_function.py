@@ -12,7 +12,7 @@ import pytest
 
 from streamfold import slime, vime
 from streamfold.errors import StreamfoldError
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from support.exactly import exactly
 from support.host import engine as engines
 from support.host import installed
@@ -101,7 +101,7 @@ def test_groups_of_several_rollouts_end_as_if_undisturbed(
             assert_undisturbed(engine, args, sample, {**state.sampling_params, "sampling_seed": args.rollout_seed + i})
             assert sum(asked is sample for asked in rewards.asked) == 1
         assert len({group[0].group_index for group in groups}) == 12
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 @of_both

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import LOOPS
 from streamfold import Client, slime
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from streamfold.loopback import Loopback
 from support.host import installed
 from support.host.helpers import LIMIT, Rewards
@@ -81,7 +81,7 @@ def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, i
             assert masked or 0 not in mask
     assert resumed
     assert mixed
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 def without_mask(sample: Sample) -> list[tuple[str, Any]]:
@@ -177,9 +177,9 @@ def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> 
             samples = [Sample(prompt=" the story") for _ in range(4)]
             await asyncio.gather(*(generate_and_rm(args, sample, {"max_new_tokens": 3}) for sample in samples))
             await generate_and_rm(streaming(engine, streamfold_drain=1), Sample(prompt="x"), {"max_new_tokens": 3})
-            seats = hosts._seats[asyncio.get_running_loop()].values()
-            assert len(seats) == 2, "one for each router and its settings"
-            clients[:] = [seat.client for seat in seats]
+            handles = _handles[asyncio.get_running_loop()].values()
+            assert len(handles) == 2, "one for each router and its settings"
+            clients[:] = [handle.client for handle in handles]
             assert all(client._session is not None for client in clients)
             GenerateState(args).reset()
 
@@ -187,7 +187,7 @@ def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> 
         before = settled_files()
         for _ in range(3):
             run(loop, use())
-            assert hosts._seats == {}
+            assert _handles == {}
             assert all(client._session is None for client in clients), "they were closed"
         assert settled_files() <= before
         assert engine.stats().running == 0
@@ -221,7 +221,7 @@ def test_a_loop_that_ends_under_a_call_leaves_its_prefix_in_the_sample() -> None
     assert sample.status is Status.ABORTED
     assert sample.response_length > 3
     assert response_of(sample) == wanted.token_ids
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None:
@@ -235,9 +235,9 @@ def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None
         rude = asyncio.new_event_loop()
         rude.run_until_complete(use())
         rude.close()
-        assert list(hosts._seats) == [rude]
+        assert list(_handles) == [rude]
         asyncio.run(use())
-        assert hosts._seats == {}
+        assert _handles == {}
 
 
 @pytest.mark.parametrize("loop", LOOPS)

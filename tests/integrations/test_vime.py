@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from streamfold import DecodeError, EngineError, Retries, StreamTruncated, slime, vime
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import client_handle
+from streamfold.integrations.settings import Settings
 from support import bodies_vllm
 from support.bodies import LEFT_OUT
 from support.completing import answers
@@ -394,7 +395,7 @@ async def test_a_disabled_endpoint_is_an_error_that_names_the_flag() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of milliseconds."""
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
+    monkeypatch.setattr("streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=0.001))
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
@@ -480,10 +481,11 @@ async def test_what_finished_while_it_was_being_cut_is_taken_as_finished() -> No
     assert sample.status is Status.TRUNCATED
 
 
-def test_the_seat_of_one_engine_is_not_taken_for_another() -> None:
+def test_a_client_of_one_engine_is_not_used_for_another() -> None:
     async def engines_of(url: str) -> list[str]:
-        seats = [await hosts.seat(host, SimpleNamespace(), url) for host in (vime.VIME, slime.SLIME, vime.VIME)]
-        assert seats[0] is seats[2]
-        return [seat.client.engine for seat in seats]
+        engines = [each.engine for each in (vime.VIME, slime.SLIME, vime.VIME)]
+        handles = [await client_handle(engine, url, Settings()) for engine in engines]
+        assert handles[0] is handles[2]
+        return [handle.client.engine for handle in handles]
 
     assert asyncio.run(engines_of("http://127.0.0.1:9")) == ["vllm", "sglang", "vllm"]

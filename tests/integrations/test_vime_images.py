@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from streamfold import EngineError, EngineTimeout, Retries, vime
-from streamfold.integrations import base as hosts
-from streamfold.integrations.multimodal import body_of
+from streamfold.integrations.multimodal import token_request
 from support.completing import answers
 from support.host import installed
 from support.host.helpers import LIMIT
@@ -40,7 +39,7 @@ PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
+    monkeypatch.setattr("streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=0.001))
     with installed("vime"):
         yield
 
@@ -133,19 +132,19 @@ async def test_a_partial_sample_is_rendered_as_its_prompt() -> None:
 )
 def test_placeholders_are_found_one_behind_the_other(ids: Any, at: Any, prompt: Any, wanted: Any) -> None:
     told = rendered(ids, at)
-    body = body_of(told, prompt, len(at))
+    body = token_request(told, prompt, len(at))
     assert [place["offset"] for place in body["features"]["mm_placeholders"]["image"]] == list(wanted)
     assert [place["offset"] for place in told["features"]["mm_placeholders"]["image"]] == list(at), "a copy was moved"
 
 
 def test_offsets_of_tokens_stay_only_where_the_ids_are_the_same() -> None:
-    assert body_of(rendered(PROMPT, (1, 5), token_offsets=[1]), PROMPT, 2)["token_offsets"] == [1]
+    assert token_request(rendered(PROMPT, (1, 5), token_offsets=[1]), PROMPT, 2)["token_offsets"] == [1]
 
 
 def test_placeholders_of_several_kinds_follow_each_other() -> None:
     kinds = {"image": [{"offset": 3, "length": 3}], "audio": [{"offset": 0, "length": 2}], "video": None}
     told = {"token_ids": [8, 8, 1, 90, 90, 90], "features": {"mm_placeholders": kinds}}
-    body = body_of(told, [5, 8, 8, 90, 90, 90], 2)
+    body = token_request(told, [5, 8, 8, 90, 90, 90], 2)
     assert body["features"]["mm_placeholders"]["audio"] == [{"offset": 1, "length": 2}]
     assert body["features"]["mm_placeholders"]["image"] == [{"offset": 3, "length": 3}]
 
@@ -163,9 +162,9 @@ def test_placeholders_of_several_kinds_follow_each_other() -> None:
         (rendered([7, *PROMPT[:5], IMAGE, *PROMPT[5:]], at=(2, {"offset": 6, "length": 4})), "is not in the prompt's"),
         (rendered(features=None), "its images would be lost"),
         (rendered(features={}), "its images would be lost"),
-        ([["conversation"], [{"prompt_token_ids": PROMPT}]], "gave no object with token_ids"),
-        ({"token_ids": "x"}, "gave no object with token_ids"),
-        ({"token_ids": []}, "gave no object with token_ids"),
+        ([["conversation"], [{"prompt_token_ids": PROMPT}]], "returned no object with token_ids"),
+        ({"token_ids": "x"}, "returned no object with token_ids"),
+        ({"token_ids": []}, "returned no object with token_ids"),
     ],
 )
 async def test_what_cannot_be_laid_over_the_trainers_ids_is_refused_in_words(told: Any, message: str) -> None:
@@ -276,7 +275,9 @@ async def test_a_cancel_ends_the_request_and_leaves_an_aborted_sample() -> None:
 async def test_a_host_that_aborts_gets_its_sample_back_and_no_request_leaves(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0))
+    monkeypatch.setattr(
+        "streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0)
+    )
     async with serving([HANG] if when == "meanwhile" else answer_json(None, 503)) as server:
         args = streaming(server, streamfold_tries=5)
         GenerateState(args).aborted = when == "before"
@@ -346,7 +347,7 @@ async def test_an_older_host_cannot_send_videos_and_drops_none() -> None:
 
 async def test_images_need_a_prompt_of_text() -> None:
     async with serving(answer_json(rendered())) as server:
-        with pytest.raises(ValueError, match="beside images the prompt must be a str"):
+        with pytest.raises(ValueError, match="with images the prompt must be a str"):
             await ask(streaming(server), sample_of(prompt=[{"role": "user"}]))
         assert server.requests == []
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from streamfold.loopback import Loopback
 from support import bodies_vllm, replay
 from support.host import arguments, engine
@@ -187,8 +187,8 @@ def asked(request: Request) -> Asked:
 
 def arrived() -> int:
     """How many tokens have come of the calls that the adapter has running in this loop."""
-    seats = hosts._seats.get(asyncio.get_running_loop(), {})
-    return sum(call.token_count for seat in seats.values() for call in seat.client.running)
+    handles = _handles.get(asyncio.get_running_loop(), {})
+    return sum(call.token_count for handle in handles.values() for call in handle.client.running)
 
 
 def response_of(sample: Sample) -> list[int]:

@@ -1,4 +1,8 @@
-"""The host's functions around a sample, as a rollout of ours calls them: generators, sample hooks, and rewards."""
+"""The trainer's functions around a sample, as our rollouts call them: generators, sample hooks and rewards.
+
+They are those of ``--custom-generate-function-path``, ``--rollout-sample-hook-path``, ``--custom-rm-path`` and
+``--group-rm``.
+"""
 
 from __future__ import annotations
 
@@ -10,132 +14,145 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamfold.integrations.base import pause
+from streamfold.integrations.clients import pause
 from streamfold.rollout import groups as rules
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from streamfold.client.client import Client
-    from streamfold.integrations.base import Args, Host, HostSample
+    from streamfold.integrations.base import Integration, TrainerSample
+    from streamfold.integrations.settings import Args
 
-__all__ = ["HostGenerate", "HostRewards"]
+__all__ = ["RewardModel", "SampleGenerator"]
 
 log = logging.getLogger("streamfold")
 
-_State: TypeAlias = Any  # the host's own, whose releases differ
+State: TypeAlias = Any  # the trainer's GenerateState
 
 
-class HostGenerate:
-    """Generates a sample by the function that the host would take, and shows it to the host's hooks."""
+class SampleGenerator:
+    """Generates a sample with the function that the trainer would use, then calls the trainer's sample hooks.
 
-    def __init__(self, host: Host, args: Args, state: _State, client: Client, rewards: HostRewards) -> None:
-        self._host = host
+    Samples that the engine aborted by itself, as it does before it loads new weights, are resumed (with
+    ``--partial-rollout``) or restarted, up to ``client.retries.tries`` times.
+    """
+
+    def __init__(
+        self, integration: Integration, args: Args, state: State, client: Client, reward_model: RewardModel
+    ) -> None:
+        self._integration = integration
         self._args = args
         self._state = state
         self._retries = client.retries
-        self._rewards = rewards
-        self._hooks = host.find("rollout.sample_hooks", "apply_rollout_sample_hooks")
+        self._reward_model = reward_model
+        self._hooks = integration.find("rollout.sample_hooks", "apply_rollout_sample_hooks")
         if not getattr(args, "rollout_sample_hook_path", None):
             self._hooks = None
 
-    def abort_mode(self, sample: HostSample) -> str:
-        """How the sample's generator is ended early."""
+    def abort_mode(self, sample: TrainerSample) -> str:
+        """How the sample's generate function is aborted: "request" or "server"."""
         return str(getattr(self._function(sample), "abort_mode", "server"))
 
     async def __call__(
-        self, sample: HostSample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]
+        self, sample: TrainerSample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]
     ) -> Any:  # noqa: ANN401
-        """The sample, or what was made of it."""
+        """The sample, or the list of samples that the function made of it."""
         try:
-            made = await self._generated(sample, sampling_params, aborted)
+            made = await self._generate(sample, sampling_params, aborted)
         except asyncio.CancelledError:
             if self._hooks is None or not rules.is_finished(sample):
                 raise
-            made = sample  # the engine was faster: the cancel comes too late, as in what follows
+            made = sample  # it finished before the cancel took effect
         if self._hooks is not None and made and not rules.open_ones([made]):
-            made = await _whole(self._hooks(self._args, made, evaluation=False))
+            made = await _finish_despite_cancel(self._hooks(self._args, made, evaluation=False))
         if isinstance(made, list):
-            self._rewards.remember(made)
+            self._reward_model.judge_together(made)
         return made
 
-    def _function(self, sample: HostSample) -> Callable[..., Awaitable[Any]]:
+    def _function(self, sample: TrainerSample) -> Callable[..., Awaitable[Any]]:
         path = getattr(sample, "generate_function_path", None)
         path = path or getattr(self._args, "custom_generate_function_path", None)
-        return self._host.load(path or self._host.generator)
+        return self._integration.load_function(path or self._integration.generate_path)
 
-    async def _generated(self, sample: HostSample, sampling_params: dict[str, Any], aborted: Callable[[], bool]) -> Any:  # noqa: ANN401
+    async def _generate(
+        self, sample: TrainerSample, sampling_params: dict[str, Any], aborted: Callable[[], bool]
+    ) -> Any:  # noqa: ANN401
         function = self._function(sample)
-        told = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
-        if "sampling_seed" in sampling_params:  # our loop's name for it; the generator may be the host's
-            sampling_params[self._host.seed] = sampling_params.pop("sampling_seed")
+        options = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
+        if "sampling_seed" in sampling_params:  # the rollout's name for it; the trainer's generators know the engine's
+            sampling_params[self._integration.seed_param] = sampling_params.pop("sampling_seed")
         failures = 0
-        for left in range(self._retries.tries - 1, -1, -1):
+        for tries_left in range(self._retries.tries - 1, -1, -1):
             before = sample.response_length
-            with self._rank():
-                made = await function(self._args, sample, copy.deepcopy(sampling_params), **told)
-            if isinstance(made, list) or made is None or made.status.name != "ABORTED" or aborted() or not left:
+            with self._dp_rank():
+                made = await function(self._args, sample, copy.deepcopy(sampling_params), **options)
+            if not _is_aborted_sample(made) or aborted() or not tries_left:
                 break
-            # Nobody here has asked for that: engines abort what they have before they take new weights.
             sample = made
             failures = 1 if sample.response_length > before else failures + 1
-            self._make_ready(sample)
+            self._prepare_retry(sample)
             await pause(self._retries.pause(failures), aborted)
         return made
 
-    def _make_ready(self, sample: HostSample) -> None:
-        """Let a sample go on, or start again, as after any abort."""
-        log.info("sample %s was aborted by its engine after %d tokens", sample.index, sample.response_length)
+    def _prepare_retry(self, sample: TrainerSample) -> None:
+        """Prepare a sample that the engine aborted: to be resumed with ``--partial-rollout``, else to be restarted."""
+        log.info("the engine aborted sample %s after %d tokens; retrying", sample.index, sample.response_length)
         if not getattr(self._args, "partial_rollout", False):
             rules.start_again([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
         rules.note(sample, resumed=1)
 
-    def _rank(self) -> contextlib.AbstractContextManager[Any]:
-        """The host's own balance of data-parallel ranks, which generators may look at."""
+    def _dp_rank(self) -> contextlib.AbstractContextManager[Any]:
+        """The trainer's own balancing of data-parallel ranks, which generate functions may use."""
         context = getattr(self._state, "dp_rank_context", contextlib.nullcontext)
         rank: contextlib.AbstractContextManager[Any] = context()
         return rank
 
 
-class HostRewards:
-    """Asks the host for rewards: of a sample, of a group, or at once of all samples that were made of one."""
+class RewardModel:
+    """The trainer's ``rm_hub``: the reward of a sample, of a group, or of all samples that were made of one."""
 
-    def __init__(self, host: Host, args: Args) -> None:
-        self._host = host
+    def __init__(self, integration: Integration, args: Args) -> None:
+        self._integration = integration
         self._args = args
-        self._made: dict[int, _Together] = {}
+        self._batches: dict[int, _Batch] = {}  # by the id of each sample
 
-    def remember(self, samples: list[HostSample]) -> None:
-        """Let samples be judged together, as the host does with those that one generation made."""
-        together = _Together(samples)
-        self._made.update({id(sample): together for sample in samples if sample.reward is None})
+    def judge_together(self, samples: list[TrainerSample]) -> None:
+        """Judge samples in one call, as the trainer does with those that one generate call returned."""
+        batch = _Batch(samples)
+        self._batches.update({id(sample): batch for sample in samples if sample.reward is None})
 
-    async def __call__(self, judged: HostSample | list[HostSample]) -> Any:  # noqa: ANN401
-        """The reward, or one for each."""
-        rm_hub: Any = self._host.module("rollout.rm_hub")
+    def judge_lists_together(self, groups: list[rules.Group]) -> None:
+        """Do so for each list of samples in groups that were taken from the data source."""
+        for element in (element for group in groups for element in group if isinstance(element, list)):
+            self.judge_together(element)
+
+    async def __call__(self, judged: TrainerSample | list[TrainerSample]) -> Any:  # noqa: ANN401
+        """The reward of a sample, or the rewards of a list of them."""
+        rm_hub: Any = self._integration.module("rollout.rm_hub")
         if isinstance(judged, list):
             return await rm_hub.batched_async_rm(self._args, judged)
-        together = self._made.get(id(judged))
-        if together is None:
+        batch = self._batches.get(id(judged))
+        if batch is None:
             return await rm_hub.async_rm(self._args, judged)
-        reward = await together.reward(judged, lambda samples: rm_hub.batched_async_rm(self._args, samples))
-        del self._made[id(judged)]
+        reward = await batch.reward(judged, lambda samples: rm_hub.batched_async_rm(self._args, samples))
+        del self._batches[id(judged)]
         return reward
 
 
 @dataclass(eq=False)
-class _Together:
-    """Samples whose rewards come from one call, for whoever of them asks first."""
+class _Batch:
+    """Samples whose rewards come from one call, which the first caller starts and the others await."""
 
-    samples: list[HostSample]
+    samples: list[TrainerSample]
     waiting: int = 0
     task: asyncio.Task[dict[int, Any]] | None = None
 
-    async def reward(self, sample: HostSample, ask: Callable[[list[HostSample]], Awaitable[list[Any]]]) -> Any:  # noqa: ANN401
-        """The reward of one of them. The call is cut when nobody waits for it any more."""
-        task = self.task = self.task or asyncio.ensure_future(self._ask(ask))
+    async def reward(self, sample: TrainerSample, judge: Callable[[list[TrainerSample]], Awaitable[list[Any]]]) -> Any:  # noqa: ANN401
+        """The reward of one of them. The call is cancelled once all callers are."""
+        task = self.task = self.task or asyncio.ensure_future(self._judge(judge))
         self.waiting += 1
         try:
             await asyncio.wait([task])
@@ -148,16 +165,20 @@ class _Together:
                     await asyncio.wait([task])
         return task.result()[id(sample)]
 
-    async def _ask(self, ask: Callable[[list[HostSample]], Awaitable[list[Any]]]) -> dict[int, Any]:
-        asked = [sample for sample in self.samples if sample.reward is None]
-        rewards = await ask(asked)
-        if len(rewards) != len(asked):
-            raise ValueError(f"the reward function gave {len(rewards)} rewards for {len(asked)} samples")
-        return {id(sample): reward for sample, reward in zip(asked, rewards, strict=True)}
+    async def _judge(self, judge: Callable[[list[TrainerSample]], Awaitable[list[Any]]]) -> dict[int, Any]:
+        samples = [sample for sample in self.samples if sample.reward is None]
+        rewards = await judge(samples)
+        if len(rewards) != len(samples):
+            raise ValueError(f"the reward function returned {len(rewards)} rewards for {len(samples)} samples")
+        return {id(sample): reward for sample, reward in zip(samples, rewards, strict=True)}
 
 
-async def _whole(work: Awaitable[Any]) -> Any:  # noqa: ANN401
-    """Await what is not to be cut in the middle: a cancel comes too late for it, and only a second one cuts it."""
+def _is_aborted_sample(made: Any) -> bool:  # noqa: ANN401  # of any generate function
+    return made is not None and not isinstance(made, list) and made.status.name == "ABORTED"
+
+
+async def _finish_despite_cancel(work: Awaitable[Any]) -> Any:  # noqa: ANN401
+    """Await work that one cancel does not interrupt; a second one does."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task])
