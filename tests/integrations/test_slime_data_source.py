@@ -53,16 +53,16 @@ def source_of(args: SimpleNamespace, *, tracks_in_flight: bool = True, loads: in
     return source
 
 
-def told(groups: list[list[Sample]]) -> list[tuple[Any, ...]]:
+def identities(groups: list[list[Sample]]) -> list[tuple[Any, ...]]:
     return [(sample.prompt, sample.group_index, sample.index) for group in groups for sample in group]
 
 
 def undisturbed(args: SimpleNamespace, count: int) -> list[tuple[Any, ...]]:
     """What slime's own source gives, from its beginning."""
-    return told(RolloutDataSource(args).get_samples(count))
+    return identities(RolloutDataSource(args).get_samples(count))
 
 
-def cut(group: list[Sample], args: Any = None) -> list[Sample]:
+def partially_done(group: list[Sample], args: Any = None) -> list[Sample]:
     """Let the first of a group be partial, and the others finished."""
     for sample in group:
         append(sample, args, [7, 8], text="xx")
@@ -75,17 +75,17 @@ def cut(group: list[Sample], args: Any = None) -> list[Sample]:
 # Where groups are.
 
 
-def test_it_is_the_hosts_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
+def test_it_is_the_trainers_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
     source = source_of(args)
     assert isinstance(source, RolloutDataSourceWithBuffer)
     assert type(source) is adapter().DataSource
     assert type(source).__module__ == adapter().__name__
     assert isinstance(source.buffer, Buffer)
     assert len(source) == len(WORDS)
-    assert told(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)
+    assert identities(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)
 
 
-def test_what_came_back_is_served_first_and_is_counted_meanwhile(args: SimpleNamespace) -> None:
+def test_returned_groups_are_served_first_and_counted_meanwhile(args: SimpleNamespace) -> None:
     source = source_of(args)
     first, second, third = source.get_samples(3)
     source.add_samples([third, first])
@@ -99,7 +99,7 @@ def test_what_came_back_is_served_first_and_is_counted_meanwhile(args: SimpleNam
     assert source.buffer.in_flight == 0
 
 
-def test_a_group_of_another_size_does_not_come_back(args: SimpleNamespace) -> None:
+def test_a_returned_group_of_another_size_is_refused(args: SimpleNamespace) -> None:
     source = source_of(args)
     good, bad = source.get_samples(2)
     with pytest.raises(ValueError, match=r"1 samples.*is 2"):
@@ -108,7 +108,7 @@ def test_a_group_of_another_size_does_not_come_back(args: SimpleNamespace) -> No
     assert source.buffer.in_flight == 2
 
 
-def test_without_prompts_it_gives_what_it_was_given_and_says_so_when_there_is_no_more(args: SimpleNamespace) -> None:
+def test_without_prompts_it_gives_returned_groups_and_raises_when_there_are_no_more(args: SimpleNamespace) -> None:
     group = source_of(args).get_samples(1)[0]
     args.rollout_global_dataset = False
     source = source_of(args)
@@ -154,24 +154,24 @@ def test_a_filter_that_raises_leaves_the_buffer_as_it_was(args: SimpleNamespace)
 # Restarts.
 
 
-def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_what_would_have_come(
+def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_the_next_prompts(
     args: SimpleNamespace,
 ) -> None:
     source = source_of(args)
     groups = source.get_samples(8)
     source.done(groups[:3])
-    source.add_samples([cut(groups[4]), cut(groups[6])])
+    source.add_samples([partially_done(groups[4]), partially_done(groups[6])])
     source.save(5)
     before = [exactly(copy.deepcopy(vars(s))) for i in (3, 5, 7, 4, 6) for s in groups[i]]
     again = source_of(args, loads=5)
     got = again.get_samples(9)
     assert [exactly(vars(sample)) for group in got[:5] for sample in group] == before
-    assert told(got[5:]) == undisturbed(args, 12)[8 * 2 :]
+    assert identities(got[5:]) == undisturbed(args, 12)[8 * 2 :]
     assert [group[0].group_index for group in got[5:]] == [8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("fate", ["missing", "older", "later", "damaged"])
-def test_our_file_is_enough_if_the_hosts_own_was_lost_on_the_way(
+def test_our_file_is_enough_if_the_trainers_own_was_lost(
     args: SimpleNamespace, fate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both files are of one moment only if nothing dies between them."""
@@ -190,11 +190,11 @@ def test_our_file_is_enough_if_the_hosts_own_was_lost_on_the_way(
     else:
         earlier.save(1)
     got = source_of(args, loads=1).get_samples(6)
-    assert told(got) == undisturbed(args, 12)[6 * 2 :]
+    assert identities(got) == undisturbed(args, 12)[6 * 2 :]
     assert "ours" in caplog.text
 
 
-def test_a_run_that_began_with_the_hosts_own_source_goes_on_with_ours(
+def test_a_run_that_started_with_the_trainers_own_source_resumes_with_ours(
     args: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = RolloutDataSourceWithBuffer(args)
@@ -205,16 +205,16 @@ def test_a_run_that_began_with_the_hosts_own_source_goes_on_with_ours(
     groups = source.get_samples(2)
     source.save(2)
     again = source_of(args, loads=2).get_samples(3)
-    assert told(groups) == told(again[:2]) == undisturbed(args, 10)[14:18]
-    assert told(again[2:]) == undisturbed(args, 10)[18:]
+    assert identities(groups) == identities(again[:2]) == undisturbed(args, 10)[14:18]
+    assert identities(again[2:]) == undisturbed(args, 10)[18:]
 
 
-def test_without_anything_saved_it_begins_at_the_beginning(
+def test_without_a_checkpoint_it_starts_at_the_first_prompt(
     args: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert told(source_of(args, loads=-1).get_samples(2)) == undisturbed(args, 2)
+    assert identities(source_of(args, loads=-1).get_samples(2)) == undisturbed(args, 2)
     args.load = None
-    assert told(source_of(args, loads=3).get_samples(2)) == undisturbed(args, 2)
+    assert identities(source_of(args, loads=3).get_samples(2)) == undisturbed(args, 2)
     assert caplog.text == ""
 
 
@@ -226,7 +226,7 @@ def test_a_damaged_file_of_ours_is_refused(args: SimpleNamespace) -> None:
         source_of(args, loads=0)
 
 
-def test_what_the_trainer_got_ahead_of_what_it_saves_is_not_lost(args: SimpleNamespace) -> None:
+def test_groups_delivered_after_the_saved_rollout_are_not_lost(args: SimpleNamespace) -> None:
     """An asynchronous trainer asks for the next rollout before it has saved the last one."""
     source = source_of(args)
     first, second, waits = source.get_samples(3)
@@ -245,7 +245,7 @@ def test_what_the_trainer_got_ahead_of_what_it_saves_is_not_lost(args: SimpleNam
 # With rollout functions.
 
 
-async def test_with_the_hosts_own_rollout_function_nothing_is_thought_to_be_in_flight(args: SimpleNamespace) -> None:
+async def test_with_the_trainers_own_rollout_function_nothing_counts_as_in_flight(args: SimpleNamespace) -> None:
     vars(args).update(custom_generate_function_path=Scripted(), over_sampling_batch_size=4)
     source = adapter().DataSource(args)
     await generate_rollout_async(args, 0, source)
@@ -317,7 +317,7 @@ class Trainer:
 
 @pytest.mark.parametrize("_host", ["slime"], indirect=True)
 @pytest.mark.parametrize("how", [{}, {"ahead": True}, {"pooled": True, "ahead": True}], ids=["", "ahead", "pooled"])
-def test_over_all_lives_of_a_trainer_no_group_comes_twice_and_none_is_missing(
+def test_over_all_restarts_of_a_trainer_every_group_is_delivered_once(
     tmp_path: Path, how: dict[str, Any], soak: bool
 ) -> None:
     """It is killed in the middle of a rollout, of our file, between ours and slime's own, and at any moment."""

@@ -76,8 +76,8 @@ def soon(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("name", HOSTS)
 @newer_and_older
-@pytest.mark.parametrize("partial_rollout", [True, False], ids=["gone on with", "started again"])
-def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(
+@pytest.mark.parametrize("partial_rollout", [True, False], ids=["resumed", "restarted"])
+def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed(
     name: str, new: bool, partial_rollout: bool
 ) -> None:
     rewards = Rewards()
@@ -128,13 +128,13 @@ def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(
             assert sum(asked is sample for asked in rewards.asked) == 1
         waiting = source.buffer.take(len(source.buffer))
         calls = max(len(sample.weight_versions) for group in groups + waiting for sample in group)
-        assert (calls > 1) == partial_rollout, "only what is gone on with has tokens of several calls"
+        assert (calls > 1) == partial_rollout, "only resumed samples have tokens of several calls"
         assert sorted(g[0].group_index for g in groups + waiting) == list(range(source.buffer.position))
         assert len(groups) == 3 * next(rollouts)
         assert len(waiting) > 0
 
 
-def test_finished_groups_wait_for_the_next_rollout_and_are_given_in_the_order_in_which_they_ended(host: None) -> None:
+def test_finished_groups_wait_for_the_next_rollout_and_keep_the_order_in_which_they_finished(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate)
     source = adapter().DataSource(args)
@@ -149,9 +149,9 @@ def test_finished_groups_wait_for_the_next_rollout_and_are_given_in_the_order_in
 def test_metrics_are_those_since_the_last_rollout_with_slimes_own_beside_them(host: None) -> None:
     args = scripted(Scripted(), dynamic_sampling_filter_path=lambda args, group: Verdict(group[0].index))
     source = adapter().DataSource(args)
-    told = [adapter().generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
-    assert [metrics["rollout/groups/done"] for metrics in told] == [2, 2]
-    assert sum(metrics["rollout/dynamic_filter/drop_odd"] for metrics in told) >= 3
+    metrics = [adapter().generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
+    assert [each["rollout/groups/done"] for each in metrics] == [2, 2]
+    assert sum(each["rollout/dynamic_filter/drop_odd"] for each in metrics) >= 3
 
 
 class Verdict:
@@ -164,7 +164,7 @@ class Verdict:
         self.keep = index % 2 == 0
 
 
-def test_a_group_that_has_grown_too_old_starts_again(host: None) -> None:
+def test_a_group_that_is_too_stale_restarts(host: None) -> None:
     args = scripted(Scripted({0: [(1, "hang")]}), streamfold_max_staleness=1)
     source = adapter().DataSource(args)
     seen = []
@@ -177,7 +177,7 @@ def test_a_group_that_has_grown_too_old_starts_again(host: None) -> None:
     assert seen == [("x", 0), ("xx", 0), ("x", 2), ("xx", 2)]
 
 
-def test_evaluation_goes_on_beside_what_is_in_flight_in_the_same_event_loop(host: None) -> None:
+def test_evaluation_runs_in_the_event_loop_of_the_groups_in_flight(host: None) -> None:
     loops: set[Any] = set()
     waiting = Waiting()
 
@@ -201,7 +201,7 @@ def test_evaluation_goes_on_beside_what_is_in_flight_in_the_same_event_loop(host
     assert (waiting.running, waiting.cancels, len(loops)) == (1, 0, 1)
 
 
-def test_what_goes_wrong_is_raised_everything_goes_back_and_the_next_call_begins_anew(
+def test_after_an_error_everything_goes_back_and_the_next_call_starts_a_new_pool(
     host: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -219,7 +219,7 @@ def test_what_goes_wrong_is_raised_everything_goes_back_and_the_next_call_begins
     assert [group[0].response for group in groups] == ["xx", "xx"]
 
 
-def test_a_source_that_ends_is_no_hang(host: None) -> None:
+def test_a_source_that_ends_does_not_hang(host: None) -> None:
     args = scripted(Scripted())
     args.rollout_global_dataset = False
     source = RolloutDataSourceWithBuffer(args)
@@ -237,7 +237,7 @@ def test_with_another_data_source_everything_goes_back_to_the_first(host: None) 
     assert second.buffer.in_flight == 4
 
 
-def test_a_save_looks_at_samples_where_they_are_written_and_a_load_waits_for_the_end(
+def test_a_save_reads_samples_in_the_thread_that_writes_them_and_a_load_is_refused_until_the_end(
     host: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
@@ -276,12 +276,12 @@ def test_groups_in_flight_do_not_wait_for_the_disk(host: None, tmp_path: Path, m
     assert set(slow) == {threading.current_thread().name}
 
 
-def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> None:
+def test_an_interrupted_wait_leaves_everything_in_flight(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate, streamfold_in_flight=1)
     source = adapter().DataSource(args)
 
-    def interrupt(*_told: Any) -> None:
+    def interrupt(*_args: Any) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR1, interrupt)
@@ -298,7 +298,7 @@ def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> N
     assert [group[0].index for group in given(args, 0, source)] == [0, 1]
 
 
-def test_a_setting_that_makes_no_sense_is_told_and_nothing_is_begun(host: None) -> None:
+def test_an_invalid_setting_is_refused_and_nothing_is_started(host: None) -> None:
     args = scripted(Scripted(), streamfold_in_flight=0)
     source = adapter().DataSource(args)
     with pytest.raises(ValueError, match="in_flight"):
@@ -337,7 +337,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("and_then", ["generates", "ends"])
-def test_a_process_that_is_forked_off_begins_anew_and_ends(and_then: str) -> None:
+def test_a_forked_process_starts_a_new_pool_and_ends(and_then: str) -> None:
     program = """
 import contextlib, os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -351,7 +351,7 @@ source = slime.DataSource(args)
 assert slime.generate_rollout_async(args, 0, source).samples
 child = os.fork()
 if not child:
-    signal.alarm(60)  # nobody else would end it
+    signal.alarm(60)  # nothing else would end it
     try:
         source.get_samples(1)
     except RuntimeError as error:

@@ -44,7 +44,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def given(output: Any) -> list[list[Sample]]:
-    """The groups of a rollout, in whatever the release wants them."""
+    """The groups of a rollout, in the type that the release has for them."""
     groups: list[list[Sample]] = output.samples if isinstance(output, RolloutFnTrainOutput) else output
     return groups
 
@@ -60,7 +60,7 @@ def ours(sample: Sample) -> Any:
 @of_both
 @newer_and_older
 @pytest.mark.parametrize(("incremental", "masked"), [(True, False), (False, True)], ids=["incremental", "masked"])
-def test_groups_of_several_rollouts_end_as_if_undisturbed(
+def test_groups_of_several_rollouts_finish_as_if_undisturbed(
     name: str, new: bool, incremental: bool, masked: bool
 ) -> None:
     """THUDM/slime#2272: the generator that is taken when none is named; in newer slime's loop, or in new ones."""
@@ -106,7 +106,7 @@ def test_groups_of_several_rollouts_end_as_if_undisturbed(
 
 @of_both
 @newer_and_older
-def test_without_partial_rollout_what_was_cut_is_not_put_back(name: str, new: bool) -> None:
+def test_without_partial_rollout_aborted_groups_are_not_returned(name: str, new: bool) -> None:
     """THUDM/slime#2092."""
     with installed(name, new=new), boxed(token_rate=400, stop_probability=1 / 40, seed=3) as engine:
         args = streaming(
@@ -122,7 +122,7 @@ def test_without_partial_rollout_what_was_cut_is_not_put_back(name: str, new: bo
 
 @of_both
 @newer_and_older
-def test_the_hosts_evaluation_generates_through_ours_unless_another_is_named(name: str, new: bool) -> None:
+def test_the_trainers_evaluation_generates_through_ours_unless_another_is_named(name: str, new: bool) -> None:
     async def generate(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
         assert evaluation
         append(sample, args, [7], text="x")
@@ -146,9 +146,9 @@ def test_the_hosts_evaluation_generates_through_ours_unless_another_is_named(nam
 @pytest.mark.parametrize(
     ("partial_rollout", "masked"),
     [(True, False), (True, True), (False, False)],
-    ids=["gone on with", "masked", "started again"],
+    ids=["resumed", "masked", "restarted"],
 )
-def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollout: bool, masked: bool) -> None:
+def test_a_sample_that_the_engine_aborted_is_retried(host: None, partial_rollout: bool, masked: bool) -> None:
     """vllm-project/vllm#57082: engines do so before they take new weights. One reward, on the whole response."""
     rewards = Rewards()
 
@@ -193,7 +193,7 @@ def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollo
 # Without one.
 
 
-def test_a_generator_that_never_gets_further_is_given_up(host: None) -> None:
+def test_a_generator_that_makes_no_progress_is_given_up(host: None) -> None:
     generate = Scripted({0: [(0, Status.ABORTED)]})
     args = scripted(generate, streamfold_group_tries=1, streamfold_tries=2)
     groups, metrics = rolled(args)
@@ -204,7 +204,7 @@ def test_a_generator_that_never_gets_further_is_given_up(host: None) -> None:
 
 @newer_and_older
 @pytest.mark.parametrize("mode", ["request", "server"])
-def test_the_hosts_state_says_aborted_from_the_first_cut_to_the_end_of_the_rollout(
+def test_the_trainers_state_says_aborted_from_the_first_abort_to_the_end_of_the_rollout(
     new: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -276,21 +276,21 @@ def test_servers_are_aborted_only_for_those_generators_that_need_it(host: None) 
         waiting.running = 0
 
 
-def test_evaluation_is_told_to_a_generator_that_asks_and_parameters_are_its_own(host: None) -> None:
-    told: list[Any] = []
+def test_evaluation_is_passed_to_a_generator_that_takes_it_with_a_copy_of_the_parameters(host: None) -> None:
+    received: list[Any] = []
     generate = Scripted({0: [(1, Status.ABORTED), (1, Status.COMPLETED)]})
 
     async def asks(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = True) -> Sample:
-        told.append((evaluation, sampling_params["max_new_tokens"]))
+        received.append((evaluation, sampling_params["max_new_tokens"]))
         return await generate(args, sample, sampling_params)
 
     args = scripted(asks, n_samples_per_prompt=3)
     rolled(args)
-    assert told == [(False, 32)] * 4
+    assert received == [(False, 32)] * 4
     assert GenerateState(args).sampling_params["max_new_tokens"] == 32
 
 
-def test_samples_are_balanced_over_the_hosts_ranks(host: None) -> None:
+def test_samples_are_balanced_over_the_trainers_ranks(host: None) -> None:
     ranks: list[int] = []
 
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
@@ -306,9 +306,9 @@ def test_samples_are_balanced_over_the_hosts_ranks(host: None) -> None:
     assert GenerateState(args).dp_counts == [0, 0]
 
 
-@pytest.mark.parametrize("told_by", ["newer", "older"])
-def test_as_many_samples_are_in_flight_as_the_engines_of_the_host_take(
-    host: None, told_by: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("release", ["newer", "older"])
+def test_as_many_samples_are_in_flight_as_the_trainers_engines_take(
+    host: None, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = most = 0
 
@@ -320,12 +320,12 @@ def test_as_many_samples_are_in_flight_as_the_engines_of_the_host_take(
         running -= 1
         return await Scripted()(args, sample, sampling_params)
 
-    told: dict[str, Any] = {"rollout_num_engines": 3}
-    if told_by == "older":
+    engines_of: dict[str, Any] = {"rollout_num_engines": 3}
+    if release == "older":
         monkeypatch.delattr(http_utils, "get_rollout_num_engines")
-        told = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
-    told[f"{engines.current().name}_server_concurrency"] = 2
-    rolled(scripted(generate, n_samples_per_prompt=12, **told))
+        engines_of = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
+    engines_of[f"{engines.current().name}_server_concurrency"] = 2
+    rolled(scripted(generate, n_samples_per_prompt=12, **engines_of))
     assert most == 6
 
 
@@ -352,7 +352,7 @@ async def two_tokens(args: Any, sample: Sample, sampling_params: Any) -> Sample:
 
 
 @pytest.mark.parametrize(("setting", "kept"), [(None, 1), ("false", 0), (False, 0), ("1", 1)])
-def test_finished_groups_beyond_the_batch_wait_unless_they_are_to_be_dropped(
+def test_finished_groups_beyond_the_batch_wait_unless_the_setting_drops_them(
     host: None, setting: Any, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = asyncio.Event()
@@ -374,9 +374,7 @@ def test_finished_groups_beyond_the_batch_wait_unless_they_are_to_be_dropped(
     assert len(source.buffer) == metrics["rollout/groups/kept"] == kept
 
 
-def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollout(
-    host: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_group_goes_back_and_too_many_end_the_rollout(host: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     failing = Scripted({0: [(1, OSError("tool")), (1, Status.COMPLETED)]})
     args = scripted(failing, partial_rollout=True, streamfold_max_failures=1)
@@ -397,7 +395,7 @@ def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollou
     ("name", "value"),
     [("max_staleness", "x"), ("max_failures", None), ("group_tries", 1.5), ("abort_seconds", "soon")],
 )
-def test_a_setting_that_makes_no_sense_is_refused_by_name(host: None, name: str, value: Any) -> None:
+def test_an_invalid_setting_is_refused_by_name(host: None, name: str, value: Any) -> None:
     args = scripted(Scripted(), **{f"streamfold_{name}": value})
     with pytest.raises(ValueError, match=name):
         adapter().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -411,7 +409,7 @@ def test_everything_is_found_by_its_dotted_path(host: None) -> None:
 
 
 @pytest.mark.parametrize("module", [slime, vime], ids=HOSTS)
-def test_without_the_host_only_its_data_source_is_missing(module: ModuleType) -> None:
+def test_without_the_trainer_only_its_data_source_is_missing(module: ModuleType) -> None:
     assert callable(module.generate_rollout)
     with pytest.raises(ModuleNotFoundError, match=module.__name__.rpartition(".")[2]):
         _ = module.DataSource

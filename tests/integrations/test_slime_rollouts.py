@@ -1,4 +1,4 @@
-"""Whole rollouts of the host with the slime adapter: groups cut, put back, gone on with; and nothing left over."""
+"""The trainer's own rollouts with the slime adapter: groups aborted, returned, resumed; and nothing leaked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ WORDS = ("the", "of", "and", "to", "in", "is", "that")
     ("incremental", "masked"), [(True, False), (False, True)], ids=["incremental", "cumulative and masked"]
 )
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
-def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, incremental: bool, masked: bool) -> None:
+def test_groups_that_are_aborted_and_resumed_finish_as_if_undisturbed(
+    new: bool, incremental: bool, masked: bool
+) -> None:
     """THUDM/slime#2272, radixark/miles#2589. Each rollout in an event loop of its own."""
     rewards = Rewards()
     options: dict[str, Any] = {"token_rate": 400, "stop_probability": 1 / 40, "seed": 3, "incremental": incremental}
@@ -66,7 +68,7 @@ def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, i
             groups += (got := generate_rollout(args, rollout_id, source))
             assert len(got) == 3
             assert [field for s in finished for field in without_mask(s)] == [
-                field for told in before for field in without_mask_of(told)
+                field for fields in before for field in without_mask_of(fields)
             ], "siblings that had finished come back as they were"
             resumed += sum("start_rollout_id" in s.metadata for group in got for s in group)
             for group in source.buffer:
@@ -95,8 +97,8 @@ def without_mask_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
-async def test_a_group_of_all_kinds_goes_back_as_one_and_only_what_is_open_is_asked_again(new: bool) -> None:
-    """THUDM/slime#200: complete, truncated, cut after one token, cut before the first."""
+async def test_a_mixed_group_goes_back_as_one_and_only_its_unfinished_samples_are_resumed(new: bool) -> None:
+    """THUDM/slime#200: complete, truncated, aborted after one token, aborted before the first."""
     gate = asyncio.Event()
     script: dict[int, list[Any]] = {
         10: stream(event([1, 2], 2, "stop", prompt_tokens=1), DONE),
@@ -153,7 +155,7 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_only_what_is_open_is_as
             assert sorted(sum(a is s for a in rewards.asked) for s in again) == [1, 1, 1, 1]
 
 
-async def test_without_partial_rollouts_a_sample_that_starts_again_starts_clean() -> None:
+async def test_without_partial_rollouts_a_restarted_sample_is_clean() -> None:
     """THUDM/slime#2092: nothing of the first try is left in what the host takes back to its beginning."""
     with installed(), Loopback(token_rate=400, stop_probability=0) as engine:
         args = streaming(engine, rollout_max_response_len=40, rollout_batch_size=1, n_samples_per_prompt=1)
@@ -168,7 +170,7 @@ async def test_without_partial_rollouts_a_sample_that_starts_again_starts_clean(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> None:
+def test_each_event_loop_has_its_own_clients_which_close_with_it(loop: str) -> None:
     clients: list[Client] = []
     with installed(), Loopback(stop_probability=0) as engine:
 
@@ -204,7 +206,7 @@ def settled_files() -> int:
     return count
 
 
-def test_a_loop_that_ends_under_a_call_leaves_its_prefix_in_the_sample() -> None:
+def test_a_loop_that_ends_during_a_call_leaves_its_prefix_in_the_sample() -> None:
     """jd/tenacity#529: the end of a loop cancels every task, that of the request too."""
     sample = Sample(prompt="x")
 
@@ -224,7 +226,7 @@ def test_a_loop_that_ends_under_a_call_leaves_its_prefix_in_the_sample() -> None
     assert _handles == {}
 
 
-def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None:
+def test_a_loop_that_was_closed_abruptly_is_forgotten_by_the_next() -> None:
     with installed(), Loopback(stop_probability=0) as engine:
 
         async def use() -> None:

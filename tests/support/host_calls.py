@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: a trainer's arguments, samples, written replies, and ways to look at them.
+"""What the tests of the adapters share: a trainer's arguments, samples, written replies, and helpers to examine them.
 
 Everything is of the trainer that is installed, and of its engine.
 """
@@ -42,7 +42,7 @@ def adapter() -> ModuleType:
 
 
 def streaming(server: Loopback | Replay, **settings: Any) -> SimpleNamespace:
-    """Arguments of a trainer that generates through the adapter; what fails is not asked for again."""
+    """Arguments of a trainer that generates through the adapter; failures are not retried."""
     config = server.config if isinstance(server, Loopback) else None
     settings = {"custom_generate_function_path": adapter().generate_streaming, "streamfold_tries": 1, **settings}
     return arguments(server.url, config, **settings)
@@ -54,7 +54,7 @@ def sample_of(**fields: Any) -> Sample:
 
 
 def partial(*tokens: int, **fields: Any) -> Sample:
-    """A sample that was cut after some tokens of a written reply."""
+    """A sample that was aborted after some tokens of a written reply."""
     return sample_of(
         tokens=[*PROMPT, *tokens],
         response=text_of(*tokens),
@@ -71,13 +71,13 @@ class Written(Sample):
 
     writes = 0
 
-    def append_response_tokens(self, *args: Any, **told: Any) -> None:
+    def append_response_tokens(self, *args: Any, **fields: Any) -> None:
         self.writes += 1
-        super().append_response_tokens(*args, **told)
+        super().append_response_tokens(*args, **fields)
 
 
 def boxed(*, replays: bool = False, incremental: bool = False, **options: Any) -> Loopback:
-    """The trainer's engine in a box; ``replays``: it can tell routed experts and what sampling could choose from."""
+    """A loopback engine of the trainer's kind; ``replays``: it can send routed experts and top-p ids."""
     if engine.current().name == "sglang":
         return Loopback(incremental=incremental, **options)
     flags: dict[str, Any] = {"return_routed_experts": replays, "return_sampling_mask": replays, "track_load": True}
@@ -123,7 +123,7 @@ def running() -> list[Step]:
     return [head(), *map(chunk, events(2, finish=None)), HANG]
 
 
-def cut(*payloads: bytes) -> list[Step]:
+def broken_off(*payloads: bytes) -> list[Step]:
     """A reply whose body ends in the middle."""
     return stream(*payloads, end=FIN)
 
@@ -141,8 +141,8 @@ class Server(Replay):
     def __init__(
         self, generate: Route = (), *, host: str = "127.0.0.1", routes: dict[str, Route] | None = None
     ) -> None:
-        told = {engine.current().path: generate, "/inference/v1/abort_requests": self._abort, **(routes or {})}
-        super().__init__(generate, host=host, routes=told)
+        all_routes = {engine.current().path: generate, "/inference/v1/abort_requests": self._abort, **(routes or {})}
+        super().__init__(generate, host=host, routes=all_routes)
 
     def _abort(self, request: Request) -> list[Step]:
         for rid in request.json["request_ids"]:
@@ -207,7 +207,7 @@ def aligned(sample: Sample) -> bool:
 
 
 def undisturbed(server: Loopback, args: SimpleNamespace, prompt: list[int], params: dict[str, Any]) -> Reply:
-    """What one call gives that nobody cuts."""
+    """What one undisturbed call gives."""
     if server.config.engine == "vllm":
         names = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
         params = {names.get(name, name): value for name, value in params.items() if value is not None}
@@ -218,7 +218,7 @@ def undisturbed(server: Loopback, args: SimpleNamespace, prompt: list[int], para
 
 
 def assert_undisturbed(server: Loopback, args: SimpleNamespace, sample: Sample, params: dict[str, Any]) -> None:
-    """Check that a finished sample is, in all of its fields, what one call gives that nobody cuts."""
+    """Check that a finished sample is, in all of its fields, what one undisturbed call gives."""
     prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
     wanted = undisturbed(server, args, prompt, params)
     assert response_of(sample) == wanted.token_ids

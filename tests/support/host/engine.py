@@ -33,7 +33,7 @@ class HostEngine(ABC):
         return f"http://{self.option(args, 'router_ip')}:{self.option(args, 'router_port')}"
 
     def sampling_params(self, args: SimpleNamespace) -> dict[str, Any]:
-        """What is asked for besides what both ask for."""
+        """Payload keys that only this engine has."""
         return {}
 
     @abstractmethod

@@ -34,7 +34,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @dataclass
 class Waiting:
-    """A generator that writes two tokens when it is cancelled, and ends no other way."""
+    """A generator that writes two tokens when it is cancelled, and ends only then."""
 
     abort_mode: str = "request"
     running: int = 0

@@ -56,7 +56,7 @@ class GenerateState(metaclass=SingletonMeta):
             "spaces_between_special_tokens": False,
             **engine.current().sampling_params(args),
         }
-        # Samples in flight of each data-parallel rank, and the one of the sample that was begun last.
+        # Samples in flight of each data-parallel rank, and the one of the sample that was started last.
         self.dp_counts = [0] * (engine.current().option(args, "dp_size") or 1)
         self.dp_rank = 0
         self.reset()
@@ -103,7 +103,7 @@ def _prepare_prompt_ids(sample: Sample, tokenizer: HostTokenizer, processor: Hos
 
 
 async def generate(args: SimpleNamespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Generate without streaming: the host's way when it is given no other. Only a server abort ends it."""
+    """Generate without streaming: the trainer's default. Only a server abort ends it."""
     state = GenerateState(args)
     assert sample.status in {Sample.Status.PENDING, Sample.Status.ABORTED}, sample.status
     ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
@@ -158,8 +158,8 @@ async def _generate(
     """Run the generator in a task of its own, the one that a request abort cancels."""
     state = GenerateState(args)
     function = load_function(sample.generate_function_path or args.custom_generate_function_path or generate)
-    told = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    task: asyncio.Task[Sample] = asyncio.create_task(function(args, sample, sampling_params, **told))
+    options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    task: asyncio.Task[Sample] = asyncio.create_task(function(args, sample, sampling_params, **options))
     state.generating[task] = getattr(function, "abort_mode", "server") if knows_request_abort else "server"
     from_outside: asyncio.CancelledError | None = None
     try:
@@ -292,7 +292,7 @@ async def eval_rollout(args: SimpleNamespace, rollout_id: int) -> tuple[Any, lis
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """End tasks whose results nobody wants, and see them end."""
+    """Cancel tasks whose results are not wanted, and wait for them."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

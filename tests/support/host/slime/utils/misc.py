@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SingletonMeta(type):
-    """One instance of a class, whatever it is called with later."""
+    """One instance of a class, regardless of later arguments."""
 
     _instances: dict[type, object] = {}  # noqa: RUF012  # ClassVar has no meaning on a metaclass
 

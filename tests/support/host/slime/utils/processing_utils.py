@@ -10,7 +10,7 @@ from streamfold.loopback import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# What the engine in a box puts in front of a prompt for each image.
+# What the loopback engine puts in front of a prompt for each image.
 IMAGE_TOKENS = 16
 
 
