@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from streamfold.integrations.base import Args, Host
-    from streamfold.rollout.buffer import Group
+    from streamfold.rollout.groups import Group
 
 __all__ = ["DurableSource", "data_source"]
 
@@ -53,7 +53,8 @@ class DurableSource:
             getattr(args, "buffer_filter_path", None) or getattr(args, "buffer_sort_by_staleness", False)
         )
         prompts = None if here.dataset is None else _Prompts(here, self._draw, self._package)
-        self.buffer = _Placed(prompts, self._sample_type)
+        self._new_buffer = functools.partial(Buffer, prompts, self._sample_type)
+        self.buffer = self._new_buffer()
         self.keeps_account = False
         self._delivered: tuple[int, list[Group]] | None = None
         self._call: Callable[[Callable[[], Any]], Any] | None = None
@@ -145,7 +146,7 @@ class DurableSource:
             log.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
             return
         here: _Source = self
-        self.buffer.start_at(here.sample_group_index)
+        self.buffer = self._new_buffer(position=here.sample_group_index)
         if self.buffer.position:
             log.warning("there is no %s: what waited when rollout %s was saved is not here", path, rollout_id)
 
@@ -204,15 +205,6 @@ class DurableSource:
             return self.buffer.saving(path)
         finally:
             self.buffer.done(ahead)
-
-
-class _Placed(Buffer):
-    """A buffer whose source has been read before."""
-
-    def start_at(self, position: int) -> None:
-        """Begin behind so many groups of the source, with nothing here."""
-        self._waiting, self._in_flight = {}, {}
-        self._groups, self._position, self._drawn = None, position, position
 
 
 class _Prompts:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from streamfold.integrations.rollout import HostRollout, evaluate, host_rollout, train_output, whole_number
 from streamfold.rollout.pool import Pool
+from streamfold.rollout.rollout import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -154,7 +155,8 @@ class _Background:
         rollout = await host_rollout(self.host, args, data_source, pooled=True)
         in_flight = whole_number(args, "in_flight", None)
         if in_flight is None:
-            in_flight = max(1, rollout.config.concurrency * await rollout.engines() // args.n_samples_per_prompt)
+            engines = await parts_of(rollout).count_engines()
+            in_flight = max(1, rollout.config.concurrency * engines // args.n_samples_per_prompt)
         if hasattr(data_source, "lives_in"):
             data_source.lives_in(self.call)
             self._closes.callback(data_source.lives_in, None)

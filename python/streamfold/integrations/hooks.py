@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.integrations.base import pause
-from streamfold.rollout import groups as rules
+from streamfold.rollout.groups import is_finished, restart_samples, unfinished_samples
+from streamfold.samples.reset import note
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -50,10 +51,10 @@ class HostGenerate:
         try:
             made = await self._generated(sample, sampling_params, aborted)
         except asyncio.CancelledError:
-            if self._hooks is None or not rules.is_finished(sample):
+            if self._hooks is None or not is_finished(sample):
                 raise
             made = sample  # the engine was faster: the cancel comes too late, as in what follows
-        if self._hooks is not None and made and not rules.open_ones([made]):
+        if self._hooks is not None and made and not unfinished_samples([made]):
             made = await _whole(self._hooks(self._args, made, evaluation=False))
         if isinstance(made, list):
             self._rewards.remember(made)
@@ -87,10 +88,10 @@ class HostGenerate:
         """Let a sample go on, or start again, as after any abort."""
         log.info("sample %s was aborted by its engine after %d tokens", sample.index, sample.response_length)
         if not getattr(self._args, "partial_rollout", False):
-            rules.start_again([sample])
+            restart_samples([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
-        rules.note(sample, resumed=1)
+        note(sample, resumed=1)
 
     def _rank(self) -> contextlib.AbstractContextManager[Any]:
         """The host's own balance of data-parallel ranks, which generators may look at."""

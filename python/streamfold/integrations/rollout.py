@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from streamfold.integrations import base as hosts
 from streamfold.integrations.generate import seat_of
 from streamfold.integrations.hooks import HostGenerate, HostRewards
-from streamfold.rollout import groups as rules
 from streamfold.rollout.config import RolloutConfig
+from streamfold.rollout.groups import sort_key
+from streamfold.rollout.parts import RolloutHooks
 from streamfold.rollout.rollout import Rollout
-from streamfold.rollout.tracker import GroupTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from streamfold.client.client import Client
     from streamfold.integrations.base import Args, Host
     from streamfold.rollout.groups import Group
-    from streamfold.rollout.metrics import RolloutStats
-    from streamfold.rollout.rewards import Rewards
-    from streamfold.rollout.scheduler import GroupScheduler
 
 __all__ = ["HostRollout", "evaluate", "generate_rollout", "host_rollout", "train_output", "whole_number"]
 
@@ -175,36 +172,29 @@ class HostRollout(Rollout):
         self._is_pooled = pooled
         self._finished: list[Group] = []  # all that the filter was asked about, for those who want to see them
         self._rewards = rewards = HostRewards(host, args)
+        hooks = RolloutHooks(count_engines=self._count_engines, on_taken=self._on_taken, filter=self._keeps)
         super().__init__(
             client,
             _config(host, args, state.sampling_params),
             reward=rewards,
-            filter=self._keeps,
             sample_filter=self._show,
             generate=HostGenerate(host, args, state, client, rewards),
             on_abort=self._begin_abort,
+            hooks=hooks,
         )
 
-    async def engines(self) -> int:
-        """How many engines the host has."""
+    def _count_engines(self) -> int | None:
+        """How many engines the host has, if it says so."""
         count = self.host.find("utils.http_utils", "get_rollout_num_engines")
         if count is not None:
-            return max(1, int(count(self._args)))
+            return int(count(self._args))
         gpus, each = (getattr(self._args, f"rollout_num_gpus{of}", None) for of in ("", "_per_engine"))
-        return max(1, gpus // each) if gpus and each else await super().engines()
+        return gpus // each if gpus and each else None
 
-    def tracker(self, source: _Source, stats: RolloutStats, *, gives_back_all: bool = False) -> GroupTracker:
-        """As of any rollout; the filter needs to know how many groups there are."""
-        self._tracker = _HostTracker(
-            source, self.config, self._keeps, stats, judged=True, gives_back_all=gives_back_all
-        )
-        self._tracker.rewards = self._rewards
-        return self._tracker
-
-    def scheduler(self, stats: RolloutStats, rewards: Rewards | None, engines: int) -> GroupScheduler:
-        """Likewise."""
-        self._scheduler = super().scheduler(stats, rewards, engines)
-        return self._scheduler
+    def _on_taken(self, groups: list[Any]) -> None:
+        """Let samples that were made of one be judged together when their group is taken again."""
+        for element in (element for group in groups for element in group if isinstance(element, list)):
+            self._rewards.remember(element)
 
     def reset(self) -> None:
         """Let the host's state say that no rollout is being aborted any more."""
@@ -214,23 +204,24 @@ class HostRollout(Rollout):
     def _begin_abort(self) -> None:
         self.state.aborted = True
 
-    def _keeps(self, group: Group) -> tuple[bool, str | None]:
+    def _keeps(self, group: Group, others: int) -> tuple[bool, str | None]:
         if self._on_all is not None:
             self._finished.append(group)
         if self._host_filter is None:
             return True, None
         verdict = self._host_filter(self._args, group)
-        if getattr(verdict, "keep", verdict) or (getattr(verdict, "keep_when_insufficient", False) and self._is_short):
+        if getattr(verdict, "keep", verdict) or (
+            getattr(verdict, "keep_when_insufficient", False) and self._is_short(others)
+        ):
             return True, None
         reason = getattr(verdict, "reason", None)
         if reason:
             self.drops[reason] += 1
         return False, reason
 
-    @property
-    def _is_short(self) -> bool:
-        """Whether without the group that has just ended more would have to be asked for."""
-        return not self._is_pooled and len(self._tracker.ready) + len(self._scheduler) + 1 <= self.config.groups
+    def _is_short(self, others: int) -> bool:
+        """Whether more groups would have to be taken from the source without the one that has just ended."""
+        return not self._is_pooled and others < self.config.groups
 
     def _show(self, groups: list[Group]) -> None:
         """Let the host's functions see what the trainer gets, and what the filter has seen."""
@@ -238,19 +229,7 @@ class HostRollout(Rollout):
         if self._on_groups is not None:
             self._on_groups(self._args, groups)
         if self._on_all is not None:
-            self._on_all(self._args, sorted(finished, key=rules.index_of), self._data_source)
-
-
-class _HostTracker(GroupTracker):
-    """A tracker that knows which samples were made of one, when a group of them comes back."""
-
-    rewards: HostRewards
-
-    def take(self, n: int, now: int) -> list[Group]:
-        taken = super().take(n, now)
-        for element in (element for group in taken for element in group if isinstance(element, list)):
-            self.rewards.remember(element)
-        return taken
+            self._on_all(self._args, sorted(finished, key=sort_key), self._data_source)
 
 
 def _function(host: Host, args: Args, option: str) -> Callable[..., Any] | None:
