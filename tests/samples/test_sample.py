@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamfold import Generation
-from streamfold.rollout.groups import stamp
+from streamfold.rollout.groups import mark_start
 from streamfold.samples.merging import check_ready, merge, meta_info
 from streamfold.samples.reset import note, restart
 from streamfold.samples.sample import Sample
@@ -262,7 +262,7 @@ def test_a_sample_that_starts_again_is_clean_in_every_field_and_its_twin_stays_a
     merge(sample, generation(3, top_p=top_p([3]), routed_experts=experts(5), meta=counts), args)
     assert arrays_as_lists(twin) == before
     sample.reward = 1.0
-    stamp([sample], 4)
+    mark_start([sample], 4)
     note(sample, text_joined=True, lost_side_data=2)
     changed = {name for name, value in arrays_as_lists(sample).items() if value != arrays_as_lists(fresh)[name]}
     assert vars(sample).keys() - changed <= NOT_OF_CALLS

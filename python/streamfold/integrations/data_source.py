@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from streamfold.integrations.base import Integration
     from streamfold.integrations.settings import Args
-    from streamfold.rollout.buffer import Group
+    from streamfold.rollout.groups import Group
 
 __all__ = ["DurableBuffer", "data_source_class", "durable_buffer"]
 
@@ -45,7 +45,7 @@ class DurableBuffer:
         package: the trainer's name, for log messages.
 
     Attributes:
-        buffer: the groups.
+        buffer: the groups. :meth:`load` may replace it.
         tracks_in_flight: whether groups that were taken are in flight until :meth:`done`. Our rollout functions set it,
             as they report every group. Others only give back what they do not use: then taken groups count as done.
     """
@@ -58,7 +58,8 @@ class DurableBuffer:
             getattr(args, "buffer_filter_path", None) or getattr(args, "buffer_sort_by_staleness", False)
         )
         prompts = None if source.dataset is None else _Prompts(source, draw, package)
-        self.buffer = _PositionedBuffer(prompts, sample_type)
+        self._new_buffer = functools.partial(Buffer, prompts, sample_type)
+        self.buffer = self._new_buffer()
         self.tracks_in_flight = False
         self._delivered: tuple[int, list[Group]] | None = None  # the last rollout, and its groups
         self._run: Callable[[Callable[[], Any]], Any] | None = None
@@ -140,7 +141,7 @@ class DurableBuffer:
             self._delivered = None
             log.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
             return
-        self.buffer.start_at(self._source.sample_group_index)
+        self.buffer = self._new_buffer(position=self._source.sample_group_index)
         if self.buffer.position:
             log.warning("there is no %s: groups that waited when rollout %s was saved are lost", path, rollout_id)
 
@@ -193,15 +194,6 @@ class DurableBuffer:
             return self.buffer.saving(path)
         finally:
             self.buffer.done(ahead)
-
-
-class _PositionedBuffer(Buffer):
-    """A buffer whose source may have been read before."""
-
-    def start_at(self, position: int) -> None:
-        """Empty it, and continue behind that many groups of the source."""
-        self._waiting, self._in_flight = {}, {}
-        self._groups, self._position, self._drawn = None, position, position
 
 
 class _Prompts:
@@ -292,5 +284,6 @@ def _subclass(package: str, prompts_only: Any, with_buffer: Any, sample_type: ty
 
         def load(self, rollout_id: int | None = None) -> None:
             self.durable.load(rollout_id, super().load)
+            self.buffer = self.durable.buffer
 
     return DataSource

@@ -25,6 +25,7 @@ from streamfold.integrations.data_source import durable_buffer
 from streamfold.integrations.rollout import evaluate, open_rollout
 from streamfold.integrations.settings import Settings
 from streamfold.rollout.pool import Pool
+from streamfold.rollout.rollout import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -150,29 +151,30 @@ class _Background:
             if self._pool is None or self._source is not data_source:
                 await self._close_pool()
                 await self._open_pool(args, rollout_id, data_source)
-            pool, rollout = self._pool, self._rollout
+            pool, trainer_rollout = self._pool, self._rollout
             assert pool is not None  # noqa: S101  # for the reader and the type checker
-            assert rollout is not None  # noqa: S101
+            assert trainer_rollout is not None  # noqa: S101
             pool.version = rollout_id
             groups = await pool.next(args.rollout_batch_size)
         except Exception:
             await self._close_pool()
             raise
-        return rollout.output(data_source, rollout_id, groups, pool.metrics())
+        return trainer_rollout.output(rollout_id, groups, pool.metrics())
 
     async def _open_pool(self, args: Args, version: int, data_source: Any) -> None:  # noqa: ANN401
         settings = Settings.of(args)
-        rollout = await open_rollout(self.integration, args, settings, data_source, pooled=True)
-        in_flight = settings.in_flight
+        trainer_rollout = await open_rollout(self.integration, args, settings, data_source, pooled=True)
+        rollout, in_flight = trainer_rollout.rollout, settings.in_flight
         if in_flight is None:
-            in_flight = max(1, rollout.config.concurrency * await rollout.engines() // args.n_samples_per_prompt)
+            engines = await parts_of(rollout).count_engines()
+            in_flight = max(1, rollout.config.concurrency * engines // args.n_samples_per_prompt)
         if (durable := durable_buffer(data_source)) is not None:
             durable.run_in(self.call)
             self._open.callback(durable.run_in, None)
-        self._open.callback(rollout.reset)
+        self._open.callback(trainer_rollout.reset)
         pool = Pool(rollout, data_source, in_flight=in_flight, version=version)
         self._pool = await self._open.enter_async_context(pool)
-        self._rollout, self._source = rollout, data_source
+        self._rollout, self._source = trainer_rollout, data_source
 
     async def _close_pool(self) -> None:
         self._pool = self._rollout = self._source = None

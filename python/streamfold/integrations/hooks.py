@@ -1,7 +1,8 @@
-"""The trainer's functions around a sample, as our rollouts call them: generators, sample hooks and rewards.
+"""The trainer's functions as our rollouts call them: generate functions, sample hooks, rewards and filters.
 
-They are those of ``--custom-generate-function-path``, ``--rollout-sample-hook-path``, ``--custom-rm-path`` and
-``--group-rm``.
+They are those of ``--custom-generate-function-path``, ``--rollout-sample-hook-path``, ``--custom-rm-path``,
+``--group-rm``, ``--dynamic-sampling-filter-path``, ``--rollout-sample-filter-path`` and
+``--rollout-all-samples-process-path``.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import contextlib
 import copy
 import inspect
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.integrations.clients import pause
-from streamfold.rollout import groups as rules
+from streamfold.rollout.groups import is_finished, restart_samples, sort_key, unfinished_samples
+from streamfold.samples.reset import note
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
     from streamfold.client.client import Client
     from streamfold.integrations.base import Integration, TrainerSample
     from streamfold.integrations.settings import Args
+    from streamfold.rollout.groups import Group
 
-__all__ = ["RewardModel", "SampleGenerator"]
+__all__ = ["GroupFilters", "RewardModel", "SampleGenerator"]
 
 log = logging.getLogger("streamfold")
 
@@ -61,10 +65,10 @@ class SampleGenerator:
         try:
             made = await self._generate(sample, sampling_params, aborted)
         except asyncio.CancelledError:
-            if self._hooks is None or not rules.is_finished(sample):
+            if self._hooks is None or not is_finished(sample):
                 raise
             made = sample  # it finished before the cancel took effect
-        if self._hooks is not None and made and not rules.open_ones([made]):
+        if self._hooks is not None and made and not unfinished_samples([made]):
             made = await _finish_despite_cancel(self._hooks(self._args, made, evaluation=False))
         if isinstance(made, list):
             self._reward_model.judge_together(made)
@@ -99,10 +103,10 @@ class SampleGenerator:
         """Prepare a sample that the engine aborted: to be resumed with ``--partial-rollout``, else to be restarted."""
         log.info("the engine aborted sample %s after %d tokens; retrying", sample.index, sample.response_length)
         if not getattr(self._args, "partial_rollout", False):
-            rules.start_again([sample])
+            restart_samples([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
-        rules.note(sample, resumed=1)
+        note(sample, resumed=1)
 
     def _dp_rank(self) -> contextlib.AbstractContextManager[Any]:
         """The trainer's own balancing of data-parallel ranks, which generate functions may use."""
@@ -124,10 +128,12 @@ class RewardModel:
         batch = _Batch(samples)
         self._batches.update({id(sample): batch for sample in samples if sample.reward is None})
 
-    def judge_lists_together(self, groups: list[rules.Group]) -> None:
+    def judge_lists_together(self, groups: list[Group]) -> None:
         """Do so for each list of samples in groups that were taken from the data source."""
-        for element in (element for group in groups for element in group if isinstance(element, list)):
-            self.judge_together(element)
+        elements: list[Any] = [element for group in groups for element in group]  # samples, or lists of them
+        for element in elements:
+            if isinstance(element, list):
+                self.judge_together(element)
 
     async def __call__(self, judged: TrainerSample | list[TrainerSample]) -> Any:  # noqa: ANN401
         """The reward of a sample, or the rewards of a list of them."""
@@ -171,6 +177,61 @@ class _Batch:
         if len(rewards) != len(samples):
             raise ValueError(f"the reward function returned {len(rewards)} rewards for {len(samples)} samples")
         return {id(sample): reward for sample, reward in zip(samples, rewards, strict=True)}
+
+
+class GroupFilters:
+    """The dynamic filter, and the trainer's functions that see the groups of a rollout.
+
+    Args:
+        integration: the trainer.
+        args: its options.
+        data_source: passed to the function of ``--rollout-all-samples-process-path``.
+        batch: how many groups a rollout needs; None: a pool, which has no batch that could be too small.
+    """
+
+    def __init__(self, integration: Integration, args: Args, data_source: Any, *, batch: int | None) -> None:  # noqa: ANN401
+        self._args = args
+        self._data_source = data_source
+        self._batch = batch
+        self._drops: Counter[str] = Counter()
+        self._finished: list[Group] = []  # for --rollout-all-samples-process-path
+        self._dynamic = _function(integration, args, "dynamic_sampling_filter_path")
+        self._on_batch = _function(integration, args, "rollout_sample_filter_path")
+        self._on_finished = _function(integration, args, "rollout_all_samples_process_path")
+
+    def keeps(self, group: Group, others: int) -> tuple[bool, str | None]:
+        """Whether the trainer gets a finished group, while ``others`` are ready or in flight; if not, the reason."""
+        if self._on_finished is not None:
+            self._finished.append(group)
+        if self._dynamic is None:
+            return True, None
+        verdict = self._dynamic(self._args, group)
+        is_insufficient = self._batch is not None and others < self._batch
+        if getattr(verdict, "keep", verdict) or (is_insufficient and getattr(verdict, "keep_when_insufficient", False)):
+            return True, None
+        reason = getattr(verdict, "reason", None)
+        if reason:
+            self._drops[reason] += 1
+        return False, reason
+
+    def show_batch(self, groups: list[Group]) -> None:
+        """Call the function that sees the groups of a rollout, and the one that sees every group that finished."""
+        finished, self._finished = self._finished, []
+        if self._on_batch is not None:
+            self._on_batch(self._args, groups)
+        if self._on_finished is not None:
+            self._on_finished(self._args, sorted(finished, key=sort_key), self._data_source)
+
+    def take_metrics(self) -> dict[str, float]:
+        """How many groups the dynamic filter has dropped since the last call, by its reasons; slime's names."""
+        drops, self._drops = self._drops, Counter()
+        return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in drops.items()}
+
+
+def _function(integration: Integration, args: Args, option: str) -> Callable[..., Any] | None:
+    """The function whose dotted path an option gives."""
+    path = getattr(args, option, None)
+    return None if path is None else integration.load_function(path)
 
 
 def _is_aborted_sample(made: Any) -> bool:  # noqa: ANN401  # of any generate function

@@ -20,28 +20,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from streamfold.integrations.data_source import durable_buffer
 from streamfold.integrations.generate import client_for
-from streamfold.integrations.hooks import RewardModel, SampleGenerator
+from streamfold.integrations.hooks import GroupFilters, RewardModel, SampleGenerator
 from streamfold.integrations.settings import Settings
-from streamfold.rollout import groups as rules
 from streamfold.rollout.config import RolloutConfig
+from streamfold.rollout.parts import RolloutHooks
 from streamfold.rollout.rollout import Rollout
-from streamfold.rollout.tracker import GroupTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from streamfold.client.client import Client
     from streamfold.integrations.base import Integration
     from streamfold.integrations.settings import Args
     from streamfold.rollout.groups import Group
-    from streamfold.rollout.metrics import RolloutStats
-    from streamfold.rollout.rewards import Rewards
-    from streamfold.rollout.scheduler import GroupScheduler
 
 __all__ = ["TrainerRollout", "evaluate", "generate_rollout", "open_rollout"]
 
@@ -79,12 +73,12 @@ def generate_rollout(
 
 
 async def _train(integration: Integration, args: Args, rollout_id: int, data_source: Source) -> Any:  # noqa: ANN401
-    rollout = await open_rollout(integration, args, Settings.of(args), data_source)
+    trainer_rollout = await open_rollout(integration, args, Settings.of(args), data_source)
     try:
-        result = await rollout.run(data_source, rollout_id)
+        result = await trainer_rollout.rollout.run(data_source, rollout_id)
     finally:
-        rollout.reset()
-    return rollout.output(data_source, rollout_id, result.groups, result.metrics)
+        trainer_rollout.reset()
+    return trainer_rollout.output(rollout_id, result.groups, result.metrics)
 
 
 async def evaluate(integration: Integration, args: Args, rollout_id: int) -> Any:  # noqa: ANN401
@@ -113,8 +107,8 @@ async def open_rollout(
     )
 
 
-class TrainerRollout(Rollout):
-    """A rollout of which everything but the loop is the trainer's.
+class TrainerRollout:
+    """A :class:`~streamfold.Rollout` with the trainer's functions and options.
 
     Args:
         integration: the trainer.
@@ -122,12 +116,11 @@ class TrainerRollout(Rollout):
         settings: ours.
         client: of its router.
         state: its ``GenerateState``; ``aborted`` is set while the rollout is being aborted.
-        data_source: passed to the function of ``--rollout-all-samples-process-path``.
-        pooled: whether it is for a pool, which has no batch that could be too small.
+        data_source: the trainer's, or ours.
+        pooled: whether it is for a pool.
 
     Attributes:
-        integration: the trainer.
-        drops: how many groups the dynamic filter dropped, by its reasons.
+        rollout: the rollout.
     """
 
     def __init__(
@@ -141,107 +134,49 @@ class TrainerRollout(Rollout):
         data_source: Source,
         pooled: bool,
     ) -> None:
-        self.integration: Final = integration
-        self.state: Final = state
-        self.drops: Counter[str] = Counter()
-        self._args = args
-        self._dynamic_filter = _function(integration, args, "dynamic_sampling_filter_path")
-        self._on_groups = _function(integration, args, "rollout_sample_filter_path")
-        self._on_all = _function(integration, args, "rollout_all_samples_process_path")
+        self._integration = integration
+        self._state = state
         self._data_source = data_source
-        self._is_pooled = pooled
-        self._finished: list[Group] = []  # all that the filter was called with, for --rollout-all-samples-process-path
-        self._reward_model = reward_model = RewardModel(integration, args)
-        super().__init__(
+        self._filters = GroupFilters(integration, args, data_source, batch=None if pooled else args.rollout_batch_size)
+        reward_model = RewardModel(integration, args)
+        self.rollout: Final = Rollout(
             client,
             _config(integration, args, settings, state.sampling_params),
             reward=reward_model,
-            filter=self._keeps,
-            sample_filter=self._show,
+            sample_filter=self._filters.show_batch,
             generate=SampleGenerator(integration, args, state, client, reward_model),
-            on_abort=self._begin_abort,
+            on_abort=self._mark_aborted,
+            hooks=RolloutHooks(
+                count_engines=partial(_count_engines, integration, args),
+                on_taken=reward_model.judge_lists_together,
+                filter=self._filters.keeps,
+            ),
         )
 
-    async def engines(self) -> int:
-        """How many engines the trainer has."""
-        count = self.integration.find("utils.http_utils", "get_rollout_num_engines")
-        if count is not None:
-            return max(1, int(count(self._args)))
-        gpus, each = (getattr(self._args, f"rollout_num_gpus{of}", None) for of in ("", "_per_engine"))
-        return max(1, gpus // each) if gpus and each else await super().engines()
-
-    def tracker(self, source: Source, stats: RolloutStats, *, gives_back_all: bool = False) -> GroupTracker:
-        """As of any rollout; the filter needs to know how many groups there are."""
-        self._tracker = _HostTracker(
-            source, self.config, self._keeps, stats, judged=True, gives_back_all=gives_back_all
-        )
-        self._tracker.rewards = self._reward_model
-        return self._tracker
-
-    def scheduler(self, stats: RolloutStats, rewards: Rewards | None, engines: int) -> GroupScheduler:
-        """Likewise."""
-        self._scheduler = super().scheduler(stats, rewards, engines)
-        return self._scheduler
-
-    def output(self, data_source: Source, rollout_id: int, groups: list[Group], metrics: dict[str, float]) -> Any:  # noqa: ANN401
+    def output(self, rollout_id: int, groups: list[Group], metrics: dict[str, float]) -> Any:  # noqa: ANN401
         """Groups and metrics as the trainer takes them; a durable buffer notes that they were delivered."""
-        if (durable := durable_buffer(data_source)) is not None:
+        if (durable := durable_buffer(self._data_source)) is not None:
             durable.delivered(groups, rollout_id)
-        output_type = self.integration.find(_TYPES, "RolloutFnTrainOutput")
-        drops = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.drops.items()}
-        self.drops.clear()
-        return groups if output_type is None else output_type(groups, {**metrics, **drops})
+        output_type = self._integration.find(_TYPES, "RolloutFnTrainOutput")
+        metrics = {**metrics, **self._filters.take_metrics()}
+        return groups if output_type is None else output_type(groups, metrics)
 
     def reset(self) -> None:
-        """Let the trainer's state say that no rollout is being aborted any more."""
-        getattr(self.state, "reset", lambda: None)()
-        self.state.aborted = False
+        """Clear ``aborted`` of the trainer's state."""
+        getattr(self._state, "reset", lambda: None)()
+        self._state.aborted = False
 
-    def _begin_abort(self) -> None:
-        self.state.aborted = True
-
-    def _keeps(self, group: Group) -> tuple[bool, str | None]:
-        if self._on_all is not None:
-            self._finished.append(group)
-        if self._dynamic_filter is None:
-            return True, None
-        verdict = self._dynamic_filter(self._args, group)
-        if getattr(verdict, "keep", verdict) or (getattr(verdict, "keep_when_insufficient", False) and self._is_short):
-            return True, None
-        reason = getattr(verdict, "reason", None)
-        if reason:
-            self.drops[reason] += 1
-        return False, reason
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether without the group that has just ended more would have to be requested."""
-        return not self._is_pooled and len(self._tracker.ready) + len(self._scheduler) + 1 <= self.config.groups
-
-    def _show(self, groups: list[Group]) -> None:
-        """Call the trainer's functions that see the groups of a rollout, and all that the filter saw."""
-        finished, self._finished = self._finished, []
-        if self._on_groups is not None:
-            self._on_groups(self._args, groups)
-        if self._on_all is not None:
-            self._on_all(self._args, sorted(finished, key=rules.index_of), self._data_source)
+    def _mark_aborted(self) -> None:
+        self._state.aborted = True
 
 
-class _HostTracker(GroupTracker):
-    """A tracker that knows which samples were made of one, when a group of them comes back."""
-
-    rewards: RewardModel
-
-    def take(self, n: int, now: int) -> list[Group]:
-        taken = super().take(n, now)
-        self.rewards.judge_lists_together(taken)
-        return taken
-
-
-def _function(integration: Integration, args: Args, option: str) -> Callable[..., Any] | None:
-    """The function whose dotted path an option gives."""
-    path = getattr(args, option, None)
-    return None if path is None else integration.load_function(path)
+def _count_engines(integration: Integration, args: Args) -> int | None:
+    """How many engines the trainer has; None if that release does not say."""
+    count = integration.find("utils.http_utils", "get_rollout_num_engines")
+    if count is not None:
+        return max(1, int(count(args)))
+    gpus, per_engine = (getattr(args, f"rollout_num_gpus{suffix}", None) for suffix in ("", "_per_engine"))
+    return max(1, gpus // per_engine) if gpus and per_engine else None
 
 
 def _config(integration: Integration, args: Args, settings: Settings, sampling_params: dict[str, Any]) -> RolloutConfig:

@@ -60,16 +60,19 @@ class Buffer:
             ones again; a source that has ``seek(position)`` is told how many instead.
         sample_type: of all samples here. What is not ours is saved by its ``to_dict`` and made again by its
             ``from_dict``; what ``to_dict`` gives may hold arrays of numpy and torch, which come back on the CPU.
+        position: how many groups were drawn before the first one that ``source`` will give.
     """
 
-    def __init__(self, source: Iterable[Group] | None = None, sample_type: type[SavedSample] = Sample) -> None:
+    def __init__(
+        self, source: Iterable[Group] | None = None, sample_type: type[SavedSample] = Sample, *, position: int = 0
+    ) -> None:
         self._source = source
         self._sample_type = sample_type
         self._waiting: dict[Hashable, Group] = {}  # oldest first, as in every dict
         self._in_flight: dict[Hashable, Group] = {}
-        self._position = 0
+        self._position = position
         self._groups: Iterator[Group] | None = None  # the source as it is being read,
-        self._drawn = 0  # and how far that is: after a load it has to catch up
+        self._drawn = position  # and how far that is: after a load it has to catch up
 
     def __len__(self) -> int:
         """Groups that wait."""
