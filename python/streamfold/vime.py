@@ -68,7 +68,7 @@ class Vime(Integration):
         """The rendered prompt, its placeholders moved to where they are in the trainer's ids."""
         sample = request.sample
         prime = getattr(self.rollout_module, "prime_encoder", None)
-        if prime is not None and not request.aborted():  # for encoders on servers of their own
+        if prime is not None and not request.abort.is_set():  # for encoders on servers of their own
             await prime(request.args, messages)
         with self.span(sample, "mm_render", **model):
             rendered = await multimodal.render(request, {**model, "messages": messages})

@@ -128,7 +128,6 @@ async def test_a_request_that_reached_its_engine_after_the_trainers_abort_does_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vllm-project/vime#294: it was parked, and the host waited for it for ever."""
-    monkeypatch.setattr("streamfold.integrations.clients._WATCH_SECONDS", 0.05)
     monkeypatch.setattr("streamfold.integrations.clients._GRACE_SECONDS", 0.1)
     parked: list[Step] = [head(), HANG]
     async with Server(parked) as server:

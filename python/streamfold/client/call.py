@@ -8,6 +8,7 @@ import math
 import uuid
 from typing import TYPE_CHECKING
 
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import check_seconds
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
@@ -24,7 +25,6 @@ __all__ = ["Call", "RetryLog"]
 
 log = logging.getLogger("streamfold")
 
-_LOOK_SECONDS = 0.5  # how often a pause looks whether the host is aborting
 _WARN_SECONDS = 60.0
 
 
@@ -39,7 +39,7 @@ class Call:
     Made by :meth:`Client.start`.
     """
 
-    # One task, the pump, makes the tries. It is never cancelled: whatever ends the call early resolves `_aborted`, and
+    # One task, the pump, makes the tries. It is never cancelled: whatever ends the call early sets `_abort`, and
     # whatever the pump waits for ends then.
 
     def __init__(
@@ -51,7 +51,7 @@ class Call:
         slots: Slots,
         calls: dict[str, Call],
         drain: float,
-        host_aborts: Callable[[], bool] | None,
+        host_abort: AbortSignal,
         retry_log: RetryLog,
     ) -> None:
         self._make_attempt = attempt
@@ -61,12 +61,12 @@ class Call:
         self._slots = slots
         self._calls = calls
         self._drain = drain
-        self._host_aborts = host_aborts
+        self._host_abort = host_abort
         self._retry_log = retry_log
         self._loop = loop = asyncio.get_running_loop()
 
         self.ended: asyncio.Future[Generation] = loop.create_future()  # what was kept, after a failure too
-        self._aborted: asyncio.Future[None] = loop.create_future()
+        self._abort = AbortSignal()
         self.started = loop.time()
         self._error: BaseException | None = None
         self._ended_at = math.inf
@@ -171,10 +171,10 @@ class Call:
             check_seconds("drain", drain, optional=False)
         if self.ended.done():
             return
-        if self._aborted.done():
+        if self._abort.is_set():
             self._attempt.hasten()
             return
-        self._aborted.set_result(None)
+        self._abort.set()
         self._slots.leave(self._place)
         self._attempt.cut(self._drain if drain is None else drain)
         if self._attempt.opening:
@@ -188,7 +188,7 @@ class Call:
     @property
     def aborting(self) -> bool:
         """Whether it is being aborted, or has been."""
-        return self._aborted.done()
+        return self._abort.is_set()
 
     @staticmethod
     async def wait(calls: Collection[Call]) -> None:
@@ -217,7 +217,7 @@ class Call:
             while await self._try(request):
                 self._place = self._slots.request()
         except Exception as error:  # noqa: BLE001  # it belongs to those who await the call
-            self._attempt.fail(error)
+            self._attempt.error = error  # in place of a failure that was to be retried
         except BaseException as error:  # somebody tears the loop down, or a panic
             self._attempt.fail(StreamfoldError(f"the call broke off: {error!r}"))
             raise
@@ -246,7 +246,8 @@ class Call:
             return False
         pause = self._retries.pause(self._tries, getattr(error, "retry_after", None))
         self._retry_log.add(self, error, pause)
-        await self._rest(pause)
+        if await (self._abort | self._host_abort).wait(pause) and not self._abort.is_set():
+            self.abort_soon()
         return not self._is_aborted()
 
     def _may_try_again(self, error: BaseException | None) -> bool:
@@ -262,24 +263,18 @@ class Call:
         self._attempt = self._make_attempt(uuid.uuid4().hex)
         self._calls[self.rid] = self
 
-    async def _rest(self, seconds: float) -> None:
-        """Wait so long, or until somebody aborts."""
-        until = self._loop.time() + seconds
-        while (left := until - self._loop.time()) > 0 and not self._is_aborted():
-            await asyncio.wait({self._aborted}, timeout=min(left, _LOOK_SECONDS) if self._host_aborts else left)
-
     def _is_aborted(self) -> bool:
         """Whether no request may leave any more. A host that is aborting has aborted this call too."""
-        if self._host_aborts is not None and not self._aborted.done() and not self.ended.done() and self._host_aborts():
+        if not self._abort.is_set() and not self.ended.done() and self._host_abort.is_set():
             self.abort_soon()
-        return self._aborted.done()
+        return self._abort.is_set()
 
     def _after_pump(self, _pump: asyncio.Task[None]) -> None:
         """End a call whose pump was cancelled before its first step: a loop that is torn down does that."""
         if self.ended.done():
             return
-        if not self._aborted.done():
-            self._aborted.set_result(None)
+        if not self._abort.is_set():
+            self._abort.set()
         if self._place.done() and self._place.result():
             self._slots.release()
         self._slots.leave(self._place)
@@ -291,7 +286,7 @@ class Call:
             return
         generation = self._attempt.take()
         error = self._attempt.error
-        if self._aborted.done() and self._may_try_again(error):
+        if self._abort.is_set() and self._may_try_again(error):
             error = None  # it was no end of the call: the abort is
         if isinstance(error, StreamfoldError):
             error.partial = generation

@@ -6,13 +6,13 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
 
 import httpx
 import numpy as np
 import orjson
 
 from streamfold._core import Generation, Parser, __version__
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.attempt import Attempt
 from streamfold.client.call import Call, RetryLog
 from streamfold.client.control import EngineControl
@@ -141,7 +141,7 @@ class Client:
         self._clamped: Literal["raise", "keep"] = clamped
         self._transport = chosen(transport, limits.calls)
         self._retry_log = RetryLog()
-        self._watched: WeakSet[asyncio.Future[None]] = WeakSet()
+        self._abort_signal = AbortSignal()
         self._session: _Session | None = None
 
     @property
@@ -274,7 +274,7 @@ class Client:
             slots=session.slots,
             calls=session.calls,
             drain=self._timeouts.drain if engine.asks_side_data(payload) else 0.0,
-            host_aborts=aborted,
+            host_abort=AbortSignal.of(aborted),
             retry_log=self._retry_log,
         )
         if budget == 0:
@@ -322,7 +322,7 @@ class Client:
         Drains that are under way are left alone. Other clients of the same engine are not affected. Samples that are
         being completed are not asked for again, whatever their last call came to.
         """
-        self._wake()
+        self._signal_abort()
         calls = list(self._bound().calls.values())
         for call in calls:
             if not call.aborting:
@@ -384,7 +384,7 @@ class Client:
         Ends when nothing is left: at the latest after the connect time-out, if an engine that takes no connection
         is being waited for, or after some ten seconds, if one takes them and answers nothing.
         """
-        self._wake()
+        self._signal_abort()
         session = self._session
         if session is None:
             return
@@ -416,16 +416,14 @@ class Client:
         merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
         return merged
 
-    def swept(self) -> asyncio.Future[None]:
-        """Give a future that is done once all calls have been aborted, or the client closed. Hold on to it."""
-        swept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watched.add(swept)
-        return swept
+    @property
+    def abort_signal(self) -> AbortSignal:
+        """Set by the next :meth:`abort_all` or :meth:`aclose`; after that there is another one."""
+        return self._abort_signal
 
-    def _wake(self) -> None:
-        for swept in list(self._watched):
-            if not swept.done() and not swept.get_loop().is_closed():
-                swept.set_result(None)
+    def _signal_abort(self) -> None:
+        ended, self._abort_signal = self._abort_signal, AbortSignal()
+        ended.set()
 
     @property
     def engine_spec(self) -> EngineSpec:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import httpx
 import orjson
 
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import Deadline, Slots
 from streamfold.client.responses import error_message
 from streamfold.client.transport import Connection, Stopped
@@ -103,7 +104,7 @@ class EngineControl:
         search = self._keep(self.workers(anew=True))
         await asyncio.wait({search}, timeout=seconds)
         workers = search.result() if search.done() else self._known
-        stop: asyncio.Future[None] = self._loop.create_future()
+        stop = AbortSignal()
         sweeps = [self._keep(self._empty(worker, stop)) for worker in workers]
         try:
             await asyncio.wait(sweeps, timeout=until - self._loop.time())
@@ -111,7 +112,7 @@ class EngineControl:
                 if not sweep.done():  # nobody has broken it off: the time is over
                     log.warning("%s was not seen idle in time after the abort of all its requests", worker)
         finally:
-            stop.set_result(None)
+            stop.set()
             await asyncio.wait(sweeps)  # an abort of all that came late would end what is started next
         return all(sweep.result() for sweep in sweeps)
 
@@ -173,13 +174,13 @@ class EngineControl:
                 self._reported.add(worker)
                 log.warning("could not abort at %s, its requests may run on: %s", worker, error)
 
-    async def _empty(self, worker: str, stop: asyncio.Future[None]) -> bool:
+    async def _empty(self, worker: str, stop: AbortSignal) -> bool:
         """Sweep a worker until it is seen idle twice: a request that was just coming in may not have been counted.
 
-        False if it answers and may not be idle. Nothing is sent once ``stop`` is done.
+        False if it answers and may not be idle. Nothing is sent once ``stop`` is set.
         """
         failures = idle = 0
-        while not (stop.done() or self._closed):
+        while not (stop.is_set() or self._closed):
             answers = False
             try:
                 await self._post(worker, self.engine.aborts_all(), stop)
@@ -187,7 +188,7 @@ class EngineControl:
                 load = await self._load_of(worker, stop)
             except EngineError as error:
                 failures, idle = failures + 1, 0
-                if (failures >= _FAILURES or not error.retryable) and not stop.done():
+                if (failures >= _FAILURES or not error.retryable) and not stop.is_set():
                     if worker not in self._gave_up:  # a rollout's end asks over and over
                         self._gave_up.add(worker)
                         log.warning("gave up the abort of all requests at %s, some may run on: %s", worker, error)
@@ -196,7 +197,7 @@ class EngineControl:
                 failures, idle = 0, 0 if load else idle + 1
                 if idle > 1:
                     return True
-            await asyncio.wait({stop}, timeout=_REPEAT_AFTER if idle else _SWEEP_AGAIN)
+            await stop.wait(_REPEAT_AFTER if idle else _SWEEP_AGAIN)
         return False
 
     async def _load(self) -> int:
@@ -207,14 +208,14 @@ class EngineControl:
                 raise load
         return sum(cast("list[int]", loads))
 
-    async def _load_of(self, worker: str, stop: asyncio.Future[None] | None = None) -> int:
+    async def _load_of(self, worker: str, stop: AbortSignal | None = None) -> int:
         *others, last = self.engine.loads
         for path in others:
             with contextlib.suppress(_NotThere):
                 return self.engine.read_load(await self._ask("GET", worker, path, stop=stop))
         return self.engine.read_load(await self._ask("GET", worker, last, stop=stop))
 
-    async def _post(self, worker: str, posts: Sequence[Post], stop: asyncio.Future[None] | None = None) -> None:
+    async def _post(self, worker: str, posts: Sequence[Post], stop: AbortSignal | None = None) -> None:
         """Send the first of some requests that the worker has."""
         *others, last = posts
         for path, body in others:
@@ -258,26 +259,34 @@ class EngineControl:
         base: str,
         path: str,
         body: dict[str, Any] | None = None,
-        stop: asyncio.Future[None] | None = None,
+        stop: AbortSignal | None = None,
     ) -> bytes:
         """Send one small request and give the reply's body.
 
         Raises:
-            EngineError: no reply in time or before ``stop`` was done, or one with a status of 300 or more.
+            EngineError: no reply in time or before ``stop`` was set, or one with a status of 300 or more.
         """
-        url = base + path
         slots = self._slots[base]
         place = slots.request()
         connection = Connection(self._transport)
 
-        def end(_: asyncio.Future[None]) -> None:
+        def end() -> None:
             slots.leave(place)
             connection.close_soon()
 
-        if stop is not None:
-            stop.add_done_callback(end)
-        if not await slots.wait(place):
-            raise EngineError(f"{url} was not asked, as the client is being closed or the time is over")
+        unsubscribe = (stop or AbortSignal()).subscribe(end)
+        try:
+            if not await slots.wait(place):
+                raise EngineError(f"{base}{path} was not asked, as the client is being closed or the time is over")
+            try:
+                return await self._exchange(connection, method, base + path, body)
+            finally:
+                slots.release()
+        finally:
+            unsubscribe()
+
+    async def _exchange(self, connection: Connection, method: str, url: str, body: dict[str, Any] | None) -> bytes:
+        """Send one request and give its reply's body, in ``_SECONDS`` at most."""
         deadline = Deadline(connection.close_soon)
         deadline.set(_SECONDS)
         reply = bytearray()
@@ -303,9 +312,6 @@ class EngineControl:
             raise EngineError(f"no reply from {url}: {str(error) or type(error).__name__}", retryable=True) from error
         finally:
             deadline.set(None)
-            slots.release()
-            if stop is not None:
-                stop.remove_done_callback(end)
         if connection.stopped:
             raise EngineError(f"the reply from {url} did not end within {_SECONDS:g} s", retryable=True)
         if response.status_code >= 300:

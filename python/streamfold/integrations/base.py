@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from streamfold._core import Generation
+    from streamfold.client.abort_signal import AbortSignal
     from streamfold.integrations.clients import ClientHandle
     from streamfold.integrations.settings import Args, Settings
     from streamfold.samples.completion import Extra
@@ -55,7 +56,7 @@ class SampleRequest:
         settings: ours, read from ``args``.
         handle: the client to use.
         headers: of each request.
-        aborted: whether the trainer is aborting; then no request may leave.
+        abort: set while the trainer is aborting; then no request may leave.
     """
 
     args: Args
@@ -63,7 +64,7 @@ class SampleRequest:
     settings: Settings
     handle: ClientHandle
     headers: Mapping[str, str]
-    aborted: Callable[[], bool]
+    abort: AbortSignal
 
 
 class Integration(ABC):

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.client import Client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from streamfold._core import Experts
     from streamfold.client.limits import Timeouts
     from streamfold.integrations.settings import Settings
 
-__all__ = ["LOOK_SECONDS", "ClientHandle", "client_handle", "pause"]
+__all__ = ["ClientHandle", "client_handle"]
 
-LOOK_SECONDS: Final = 0.1  # how often those who wait look whether the trainer is aborting
-_WATCH_SECONDS: Final = 0.5  # how often the trainer's flag is checked for requests that outlived its abort
 _GRACE_SECONDS: Final = 5.0  # after the drain: time for an abort of whole servers to end the streams
 
 
@@ -37,34 +37,65 @@ class ClientHandle:
     timeouts: Timeouts
     stop_ids: set[int] = field(default_factory=set)
     _closing: AsyncGenerator[None, None] | None = None  # referenced here, as the loop holds its generators weakly
-    _users: int = 0
-    _watch: asyncio.Task[None] | None = None
+    _signal: tuple[object, AbortSignal] | None = None
 
-    @contextlib.contextmanager
-    def watched(self, aborted: Callable[[], bool]) -> Iterator[None]:
+    def __post_init__(self) -> None:
+        self._late_abort = _LateAbort(self.client, self.timeouts.drain + _GRACE_SECONDS)
+
+    def abort_signal(self, state: Any) -> AbortSignal:  # noqa: ANN401  # the trainer's GenerateState
+        """The flag ``state.aborted`` as one signal for all calls."""
+        if self._signal is None or self._signal[0] is not state:
+            self._signal = state, AbortSignal(lambda: state.aborted)
+        return self._signal[1]
+
+    def watch(self, abort: AbortSignal) -> AbstractContextManager[None]:
         """Inside the block, abort the client's calls that are still running some seconds after the trainer's abort.
 
         A trainer that aborts whole servers waits until every stream has ended. A request that reached its engine just
         after that abort would run, or wait in the queue, without end.
         """
-        self._users += 1
-        if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._look(aborted))
+        return self._late_abort.watch(abort)
+
+
+class _LateAbort:
+    """Aborts all calls of a client that are running ``seconds`` after a signal was set, while any caller watches it."""
+
+    def __init__(self, client: Client, seconds: float) -> None:
+        self._client = client
+        self._seconds = seconds
+        self._watching = 0
+        self._unsubscribe: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def watch(self, abort: AbortSignal) -> Iterator[None]:
+        self._watching += 1
+        if self._unsubscribe is None:
+            self._unsubscribe = abort.subscribe(lambda: self._start_timer(abort))
         try:
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                self._watch.cancel()
-                self._watch = None
+            self._watching -= 1
+            if not self._watching:
+                self._stop()
 
-    async def _look(self, aborted: Callable[[], bool]) -> None:
-        looks = 0
-        while True:
-            await asyncio.sleep(_WATCH_SECONDS)
-            looks = looks + 1 if aborted() else 0
-            if looks * _WATCH_SECONDS > self.timeouts.drain + _GRACE_SECONDS:
-                await self.client.abort_all()
+    def _start_timer(self, abort: AbortSignal) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._abort_calls, abort)
+
+    def _abort_calls(self, abort: AbortSignal) -> None:
+        if abort.is_set():
+            self._task = asyncio.get_running_loop().create_task(self._client.abort_all())
+
+    def _stop(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        for pending in (self._timer, self._task):
+            if pending is not None:
+                pending.cancel()
+        self._unsubscribe = self._timer = self._task = None
 
 
 _handles: dict[asyncio.AbstractEventLoop, dict[object, ClientHandle]] = {}
@@ -101,11 +132,3 @@ async def _close_with_loop(loop: asyncio.AbstractEventLoop, client: Client) -> A
     finally:
         _handles.pop(loop, None)
         await client.aclose()
-
-
-async def pause(seconds: float, aborted: Callable[[], bool]) -> None:
-    """Sleep, but not after the trainer has started to abort."""
-    clock = asyncio.get_running_loop().time
-    until = clock() + seconds
-    while (left := until - clock()) > 0 and not aborted():  # noqa: ASYNC110  # the trainer's flag
-        await asyncio.sleep(min(left, LOOK_SECONDS))

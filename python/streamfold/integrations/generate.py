@@ -49,17 +49,21 @@ async def generate_sample(
         settings=settings,
         handle=handle,
         headers=_headers(integration, args, sample),
-        aborted=lambda: state.aborted,
+        abort=handle.abort_signal(state),
     )
     params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     budget = None if limit is None else limit - sample.response_length
-    with integration.span(sample, "generate", max_new_tokens=budget) as span, handle.watched(request.aborted):
+    with integration.span(sample, "generate", max_new_tokens=budget) as span, handle.watch(request.abort):
         try:
             await _complete(integration, request, params, budget=budget, tokenizer=state.tokenizer, span=span)
         except BaseException as error:
             _settle_status(sample, error)
-            if isinstance(error, StreamTruncated) and integration.may_abort_without_finish_reason and state.aborted:
+            if (
+                isinstance(error, StreamTruncated)
+                and integration.may_abort_without_finish_reason
+                and request.abort.is_set()
+            ):
                 return sample  # the trainer aborted this request
             raise
     return sample
@@ -100,7 +104,7 @@ async def _complete(
         stop_ids=request.handle.stop_ids,
         headers=request.headers,
         extra=extra,
-        aborted=request.aborted,
+        aborted=request.abort,
         resume_aborts=False,
         on_generation=partial(integration.update_span, span),
     )

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamfold.integrations.clients import pause
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.rollout.groups import is_finished, restart_samples, sort_key, unfinished_samples
 from streamfold.samples.reset import note
 
@@ -63,7 +63,7 @@ class SampleGenerator:
     ) -> Any:  # noqa: ANN401
         """The sample, or the list of samples that the function made of it."""
         try:
-            made = await self._generate(sample, sampling_params, aborted)
+            made = await self._generate(sample, sampling_params, AbortSignal.of(aborted))
         except asyncio.CancelledError:
             if self._hooks is None or not is_finished(sample):
                 raise
@@ -79,9 +79,7 @@ class SampleGenerator:
         path = path or getattr(self._args, "custom_generate_function_path", None)
         return self._integration.load_function(path or self._integration.generate_path)
 
-    async def _generate(
-        self, sample: TrainerSample, sampling_params: dict[str, Any], aborted: Callable[[], bool]
-    ) -> Any:  # noqa: ANN401
+    async def _generate(self, sample: TrainerSample, sampling_params: dict[str, Any], abort: AbortSignal) -> Any:  # noqa: ANN401
         function = self._function(sample)
         options = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
         if "sampling_seed" in sampling_params:  # the rollout's name for it; the trainer's generators know the engine's
@@ -91,12 +89,12 @@ class SampleGenerator:
             before = sample.response_length
             with self._dp_rank():
                 made = await function(self._args, sample, copy.deepcopy(sampling_params), **options)
-            if not _is_aborted_sample(made) or aborted() or not tries_left:
+            if not _is_aborted_sample(made) or abort.is_set() or not tries_left:
                 break
             sample = made
             failures = 1 if sample.response_length > before else failures + 1
             self._prepare_retry(sample)
-            await pause(self._retries.pause(failures), aborted)
+            await abort.wait(self._retries.pause(failures))
         return made
 
     def _prepare_retry(self, sample: TrainerSample) -> None:

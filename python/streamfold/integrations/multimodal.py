@@ -16,7 +16,6 @@ import orjson
 from streamfold.client.responses import refusal
 from streamfold.client.transport import fresh
 from streamfold.errors import EngineError, EngineTimeout, quote
-from streamfold.integrations.clients import LOOK_SECONDS, pause
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ async def render(request: SampleRequest, body: Mapping[str, Any]) -> dict[str, A
     """
     retries = request.handle.client.retries
     for tries in range(1, retries.tries + 1):
-        if request.aborted():
+        if request.abort.is_set():
             return None
         try:
             return await _render_unless_aborted(request, body)
@@ -55,25 +54,24 @@ async def render(request: SampleRequest, body: Mapping[str, Any]) -> dict[str, A
             if tries == retries.tries or not getattr(error, "retryable", True):
                 raise
             seconds = retries.pause(tries, getattr(error, "retry_after", None))
-        await pause(seconds, request.aborted)
+        await request.abort.wait(seconds)
     return None
 
 
 async def _render_unless_aborted(request: SampleRequest, body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Send one request, and cancel it when the trainer starts to abort."""
     task = asyncio.ensure_future(_render_once(request, body))
+    unsubscribe = request.abort.subscribe(task.cancel)
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=LOOK_SECONDS)
-            if request.aborted():
-                return None
-        return task.result()
+        await asyncio.wait({task})
     finally:
+        unsubscribe()
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it
+    return None if task.cancelled() or request.abort.is_set() else task.result()
 
 
 async def _render_once(request: SampleRequest, body: Mapping[str, Any]) -> dict[str, Any]:

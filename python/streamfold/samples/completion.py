@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from streamfold._core import Generation
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.merging import check_ready, merge
@@ -35,7 +36,6 @@ S = TypeVar("S", bound="SampleLike")
 
 _LOGGER = logging.getLogger("streamfold")
 _PROMPTS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
-_LOOK_SECONDS: Final = 0.1  # how often a pause looks whether the host is aborting
 
 
 async def complete(
@@ -98,6 +98,7 @@ async def complete(
         asyncio.CancelledError: somebody cancelled this. What had arrived is in the sample, which is ABORTED, unless
             the engine was faster.
     """
+    client_abort, host_abort = client.abort_signal, AbortSignal.of(aborted)
     params = client.engine_spec.normalize_params(sampling_params)
     ending = Ending(
         sample=sample,
@@ -116,7 +117,7 @@ async def complete(
         logprobs=logprobs,
         headers=headers,
         extra=extra,
-        aborted=aborted,
+        aborted=host_abort,
         on_generation=on_generation,
     )
     if ending.has_come:
@@ -126,15 +127,15 @@ async def complete(
     ending.begin()
     if (outlook := ending.settle()) == "ended":
         return sample
-    failures, swept = 0, client.swept()
+    failures = 0
     for tries_left in itertools.count(client.retries.tries - 1, -1):
         if outlook == "goes back":
-            if aborted is not None and aborted():
+            if host_abort.is_set():
                 return sample  # it is not asked for again
             ending.go_back()
         generation, error, cut_here = await work.ask()
-        cut_here = cut_here or swept.done()
-        if aborted is not None and aborted():
+        cut_here = cut_here or client_abort.is_set()
+        if host_abort.is_set():
             cut_here = True
             if isinstance(error, StreamTruncated):  # vLLM up to 0.31 ends so what was aborted
                 error = None
@@ -158,7 +159,7 @@ async def complete(
             raise error
         _LOGGER.info("sample %s goes on from token %s after: %s", sample.index, sample.response_length, error)
         failures = 1 if len(generation.token_ids) else failures + 1
-        if cut_here or not await _pause(client.retries.pause(failures), swept, aborted):
+        if cut_here or await (client_abort | host_abort).wait(client.retries.pause(failures)):
             return sample  # an abort is a result
         note(sample, resumed=1)
     raise AssertionError  # the count has no end
@@ -176,7 +177,7 @@ class _Completion:
     logprobs: bool
     headers: Mapping[str, str] | None
     extra: Extra | None
-    aborted: Callable[[], bool] | None
+    aborted: AbortSignal
     on_generation: Callable[[Generation], object] | None
 
     def check(self) -> None:
@@ -296,17 +297,6 @@ def _worth_another_try(error: StreamfoldError, generation: Generation) -> bool:
         return error.retryable and (len(generation.token_ids) > 0 or generation.finish_reason == "abort")
     # A damaged event after good tokens is a stream that was cut.
     return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and len(generation.token_ids) > 0
-
-
-async def _pause(seconds: float, swept: asyncio.Future[None], aborted: Callable[[], bool] | None) -> bool:
-    """Wait before a sample is gone on with; whether it still is to be."""
-    clock = asyncio.get_running_loop().time
-    until = clock() + seconds
-    while (left := until - clock()) > 0:
-        await asyncio.wait({swept}, timeout=left if aborted is None else min(left, _LOOK_SECONDS))
-        if swept.done() or (aborted is not None and aborted()):
-            return False
-    return True
 
 
 async def complete_all(
