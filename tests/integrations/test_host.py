@@ -1,4 +1,4 @@
-"""The stand-in host by itself, so that what fails with an adapter in it is the adapter's."""
+"""The stand-in trainer alone, so that failures of tests with an integration are the integration's."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ async def test_finished_samples_come_back_untouched_with_their_reward(host: None
     before = dict(vars(sample))
     assert await generate_and_rm(args, sample, {"max_new_tokens": 8}) is sample
     assert vars(sample) == before
-    assert rewards.asked == []
+    assert rewards.calls == []
 
 
 @pytest.mark.parametrize(("masked", "mask"), [(True, [0, 0]), (False, [1, 1])])
@@ -266,7 +266,7 @@ async def test_a_request_abort_cancels_the_task_and_leaves_the_server_alone(host
     assert generator.cancels == 2
     assert [sample.status for sample in samples] == [Status.ABORTED] * 2
     assert [sample.tokens for sample in samples] == [[300, 301, 302]] * 2
-    assert rewards.asked == []
+    assert rewards.calls == []
 
 
 async def test_beside_a_generator_that_needs_it_the_server_is_aborted_too(host: None) -> None:
@@ -435,7 +435,7 @@ def test_partial_groups_go_back_and_finish_as_if_undisturbed(new: bool) -> None:
                 assert sample.response_length == count or "start_rollout_id" in sample.metadata
                 assert sample.tokens[: len(prompt) + count] == prompt + wanted.token_ids
                 assert sample.rollout_log_probs[:count] == wanted.logprobs
-                assert sum(asked is sample for asked in rewards.asked) == 1
+                assert sum(call is sample for call in rewards.calls) == 1
     assert resumed
     assert mixed
 

@@ -1,4 +1,4 @@
-"""The stand-in's sample: what it takes, what it refuses, and what a refusal has done to it by then."""
+"""The stand-in's sample: what it accepts, what it refuses, and how a refused call has changed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapters ask for, and when they do not ask."""
+"""The requests of the integrations, and when none may be sent."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from support.host_calls import (
     Server,
     Status,
     ask,
-    asked,
     assert_undisturbed,
     event,
     partial,
     sample_of,
+    sent_request,
     streaming,
     whole,
 )
@@ -152,7 +152,7 @@ async def test_a_resumed_request_has_all_tokens_as_its_prompt_and_the_rest_of_th
     params = {"max_new_tokens": 8}
     async with Server(stream(*reply, DONE)) as server:
         sample = await ask(streaming(server), partial(*range(1, done + 1)), params)
-    (request,) = map(asked, server.generates)
+    (request,) = map(sent_request, server.generates)
     assert request.budget == left
     assert request.ids == [*PROMPT, *range(1, done + 1)]
     assert params == {"max_new_tokens": 8}
@@ -183,10 +183,12 @@ async def test_more_tokens_than_the_budget_are_an_error(newer: None) -> None:
 async def test_siblings_share_their_parameters_and_none_changes_them(newer: None) -> None:
     shared: dict[str, Any] = {"max_new_tokens": 9, "custom_params": {"a": 1}, "stop": ["x"]}
     given = copy.deepcopy(shared)
-    async with Server(lambda request: stream(event([20], 1, "stop", prompt_tokens=len(asked(request).ids)))) as s:
+    async with Server(
+        lambda request: stream(event([20], 1, "stop", prompt_tokens=len(sent_request(request).ids)))
+    ) as s:
         siblings = [partial(*range(n)) for n in range(4)]
         await asyncio.gather(*(ask(streaming(s), sample, shared) for sample in siblings))
-    assert sorted(asked(request).budget or 0 for request in s.generates) == [6, 7, 8, 9]
+    assert sorted(sent_request(request).budget or 0 for request in s.generates) == [6, 7, 8, 9]
     assert shared == given
 
 
@@ -195,11 +197,11 @@ async def test_min_new_tokens_counts_the_whole_response_too(newer: None) -> None
         await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 6})
         await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 1})
     least = "min_new_tokens" if engine.current().name == "sglang" else "min_tokens"
-    assert [asked(request).params[least] for request in server.generates] == [4, 0]
-    assert [asked(request).budget for request in server.generates] == [7, 7]
+    assert [sent_request(request).params[least] for request in server.generates] == [4, 0]
+    assert [sent_request(request).budget for request in server.generates] == [7, 7]
 
 
-# What is refused before anything is asked.
+# What is refused before any request.
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ async def test_no_request_leaves_while_the_trainer_is_aborting(host: None) -> No
 
 
 async def test_calls_that_wait_for_a_slot_do_not_start_once_the_trainer_aborts(host: None) -> None:
-    """An older host's abort of a whole server would not know of them, and wait for their ends."""
+    """Older slime aborts whole servers, which do not know these calls, and waits until they have ended."""
     release = asyncio.Event()
     reply = whole()
     running = [*reply[:2], release, *reply[2:]]

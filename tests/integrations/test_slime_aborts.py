@@ -1,4 +1,4 @@
-"""The adapters' calls are aborted: by the trainer, one request or whole servers, or by another task."""
+"""Aborts of the integrations' calls: by the trainer, which ends one request or whole servers, or by another task."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from support.host_calls import (
     TOP_P,
     Server,
     Status,
-    adapter,
     aligned,
     arrived,
     ask,
-    asked,
     assert_undisturbed,
+    entry_module,
     event,
     events,
     partial,
     response_of,
     running,
     sample_of,
+    sent_request,
     streaming,
     text_of,
 )
@@ -63,7 +63,7 @@ def slime() -> Iterator[None]:
 
 
 async def host_aborts(args: SimpleNamespace, *samples: Sample, params: dict[str, Any], when: Any) -> list[Sample]:
-    """Hand a group to the host, and have it abort the group at a moment of ours."""
+    """Give a group to the trainer, and let it abort the group when ``when()`` is true."""
     state = GenerateState(args)
     state.sampling_params = params
     state.submit_generate_tasks([list(samples)])
@@ -75,7 +75,7 @@ async def host_aborts(args: SimpleNamespace, *samples: Sample, params: dict[str,
     return found
 
 
-# By the host.
+# By the trainer.
 
 
 @pytest.mark.parametrize("incremental", [True, False])
@@ -91,13 +91,13 @@ async def test_the_trainers_abort_keeps_every_token_and_the_next_call_resumes(ne
         assert all(0 < sample.response_length < 60 and aligned(sample) for sample in aborted)
         assert all(sample.rollout_top_p_token_offsets is not None for sample in aborted), "the abort was waited out"
         assert [sample.metadata.get("lost_side_data") for sample in aborted] == [None, None]
-        assert rewards.asked == []
+        assert rewards.calls == []
         aborts = [request.json() for request in engine.seen() if request.path == "/abort_request"]
         assert ({"abort_all": True} in aborts) is not new
         for sample in aborted:
             await generate_and_rm(args, sample, params)
             assert_undisturbed(engine, args, sample, params)
-        assert len(rewards.asked) == 2
+        assert len(rewards.calls) == 2
         assert engine.stats().leavers == ()
 
 
@@ -109,7 +109,7 @@ async def test_the_trainers_cancel_keeps_the_prefix_and_closes_the_request(newer
         )
         assert found is sample
         await until(server.generates[0].peer_closed.is_set)
-        assert set(server.aborts) == {asked(server.generates[0]).rid}
+        assert set(server.aborts) == {sent_request(server.generates[0]).rid}
     assert (sample.status, response_of(sample)) == (Status.ABORTED, [1, 2])
 
 
@@ -124,7 +124,7 @@ async def test_what_finished_during_the_abort_does_not_grow_when_it_is_resumed(s
     rewards = Rewards()
 
     def reply(request: Request) -> list[Any]:
-        rid = asked(request).rid
+        rid = sent_request(request).rid
         return [
             head(),
             *map(chunk, [event([1], 1), event([2], 2)]),
@@ -142,7 +142,7 @@ async def test_what_finished_during_the_abort_does_not_grow_when_it_is_resumed(s
         await generate_and_rm(args, sample, params)
         assert (response_of(sample), sample.status, sample.reward) == ([1, 2, 3], Status.COMPLETED, 1.0)
         assert len(server.generates) == 1
-    assert len(rewards.asked) == 1
+    assert len(rewards.calls) == 1
     assert "streamfold_ended" not in sample.metadata
 
 
@@ -186,7 +186,7 @@ async def test_the_noted_status_of_a_finished_response_is_removed_once_used(newe
     assert sample.metadata["mine"] == 1
 
 
-# By others (jd/tenacity#529, THUDM/slime#2272).
+# By other tasks (jd/tenacity#529, THUDM/slime#2272).
 
 
 @pytest.mark.parametrize("through_host", [True, False], ids=["through the host", "directly"])
@@ -197,7 +197,7 @@ async def test_a_cancel_by_another_task_propagates_and_keeps_what_was_received(
     steps = [HANG] if moment == "before headers" else running()
     async with Server(steps) as server:
         sample, args = sample_of(), streaming(server)
-        generate = generate_and_rm if through_host else adapter().generate_streaming
+        generate = generate_and_rm if through_host else entry_module().generate_streaming
         task: asyncio.Task[Any] = asyncio.create_task(generate(args, sample, PARAMS))
         await until(lambda: server.generates and (moment == "before headers" or arrived() == 2))
         task.cancel()
@@ -207,7 +207,7 @@ async def test_a_cancel_by_another_task_propagates_and_keeps_what_was_received(
         await until(server.generates[0].peer_closed.is_set)
         await until(lambda: server.open == 0)
         assert len(server.generates) == 1
-        assert set(server.aborts) == {asked(server.generates[0]).rid}
+        assert set(server.aborts) == {sent_request(server.generates[0]).rid}
     assert response_of(sample) == ([] if moment == "before headers" else [1, 2])
     assert (sample.status, sample.reward) == (Status.ABORTED, None)
 
@@ -216,7 +216,7 @@ async def test_a_timeout_of_the_caller_raises_the_callers_error(newer: None) -> 
     async with Server(running()) as server:
         sample = sample_of()
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(adapter().generate_streaming(streaming(server), sample, PARAMS), 0.1)
+            await asyncio.wait_for(entry_module().generate_streaming(streaming(server), sample, PARAMS), 0.1)
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
@@ -224,7 +224,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_a_slot_sends_nothing(
     async with Server(running()) as server:
         args = streaming(server, streamfold_concurrency=1)
         samples = [sample_of(), sample_of()]
-        tasks = [asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS)) for sample in samples]
+        tasks = [asyncio.create_task(entry_module().generate_streaming(args, sample, PARAMS)) for sample in samples]
         await until(lambda: arrived() == 2)
         for task in reversed(tasks):
             task.cancel()
@@ -239,7 +239,7 @@ async def test_a_second_cancel_ends_the_wait_for_side_data(slime: None) -> None:
     async with Server(running()) as server:
         sample = sample_of()
         args = streaming(server, streamfold_drain=60, use_rollout_routing_replay=True)
-        task = asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS))
+        task = asyncio.create_task(entry_module().generate_streaming(args, sample, PARAMS))
         await until(lambda: arrived() == 2)
         task.cancel()
         await until(lambda: server.aborts)

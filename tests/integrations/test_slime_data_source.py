@@ -1,4 +1,4 @@
-"""The hosts' data source with our buffer: no restart gives the trainer a group twice, and none is missing."""
+"""DataSource: over all restarts the trainer gets every group exactly once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.host import installed, trainer
 from support.host.helpers import Scripted, append, nowhere
 from support.host.slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from support.host.slime.rollout.sglang_rollout import generate_rollout_async
-from support.host_calls import HOSTS, Status, adapter
+from support.host_calls import HOSTS, Status, entry_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def args(tmp_path: Path) -> SimpleNamespace:
 
 
 def source_of(args: SimpleNamespace, *, tracks_in_flight: bool = True, loads: int | None = None) -> Any:
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     source.durable.tracks_in_flight = tracks_in_flight
     if loads is not None:
         source.load(loads)
@@ -63,7 +63,7 @@ def undisturbed(args: SimpleNamespace, count: int) -> list[tuple[Any, ...]]:
 
 
 def partially_done(group: list[Sample], args: Any = None) -> list[Sample]:
-    """Let the first of a group be partial, and the others finished."""
+    """Make the first sample of a group partial, and the others finished."""
     for sample in group:
         append(sample, args, [7, 8], text="xx")
         sample.status = Status.COMPLETED
@@ -78,8 +78,8 @@ def partially_done(group: list[Sample], args: Any = None) -> list[Sample]:
 def test_it_is_the_trainers_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
     source = source_of(args)
     assert isinstance(source, RolloutDataSourceWithBuffer)
-    assert type(source) is adapter().DataSource
-    assert type(source).__module__ == adapter().__name__
+    assert type(source) is entry_module().DataSource
+    assert type(source).__module__ == entry_module().__name__
     assert isinstance(source.buffer, Buffer)
     assert len(source) == len(WORDS)
     assert identities(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)
@@ -174,7 +174,7 @@ def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_the_next_pr
 def test_our_file_is_enough_if_the_trainers_own_was_lost(
     args: SimpleNamespace, fate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both files are of one moment only if nothing dies between them."""
+    """The two files differ if the process dies between their writes."""
     theirs = Path(args.save) / "rollout" / "global_dataset_state_dict_1.pt"
     caplog.set_level(logging.WARNING)
     earlier = RolloutDataSource(args)
@@ -247,7 +247,7 @@ def test_groups_delivered_after_the_saved_rollout_are_not_lost(args: SimpleNames
 
 async def test_with_the_trainers_own_rollout_function_nothing_counts_as_in_flight(args: SimpleNamespace) -> None:
     vars(args).update(custom_generate_function_path=Scripted(), over_sampling_batch_size=4)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     await generate_rollout_async(args, 0, source)
     assert source.buffer.in_flight == 0
     source.save(0)
@@ -260,12 +260,12 @@ def test_with_ours_every_group_is_somewhere_after_each_rollout_and_each_restart(
         index: [(index % 3, "hang"), (1, Status.COMPLETED)] for index in range(200) if index % 5 == 3
     }
     vars(args).update(custom_generate_function_path=Scripted(script), over_sampling_batch_size=5, partial_rollout=True)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     given: list[int] = []
     for rollout_id in range(12):
         if rollout_id % 3 == 2:
             source = source_of(args, loads=rollout_id - 1)
-        output = adapter().generate_rollout(args, rollout_id, source)
+        output = entry_module().generate_rollout(args, rollout_id, source)
         given += [group[0].group_index for group in output.samples]
         assert source.buffer.in_flight == 0
         source.save(rollout_id)
@@ -278,7 +278,7 @@ def test_with_ours_every_group_is_somewhere_after_each_rollout_and_each_restart(
 
 
 class Trainer:
-    """Processes that train one after the other, each from the state that was saved last."""
+    """Processes that train one after the other, each from the last checkpoint."""
 
     def __init__(self, folder: Path, engine: Loopback, **how: Any) -> None:
         self._folder = folder

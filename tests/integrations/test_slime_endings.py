@@ -1,4 +1,4 @@
-"""Calls of the adapters that fail: what the sample keeps, and what is raised."""
+"""Calls of the integrations that fail: what the sample keeps, and what is raised."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from support.host_calls import (
     Written,
     aligned,
     ask,
-    asked,
     assert_undisturbed,
     event,
     events,
     partial,
     response_of,
     sample_of,
+    sent_request,
     streaming,
     text_of,
 )
@@ -61,13 +61,13 @@ def two(*rest: Step) -> list[Step]:
 async def failed(
     error: type[Exception], steps: Sequence[Step], params: dict[str, Any] | None = None, **settings: Any
 ) -> Written:
-    """Ask for a sample where the call fails; give the sample, with what every failure must leave."""
+    """Generate a sample whose call fails; check what every failure must leave, and return the sample."""
     tokens, metadata = list(PROMPT), {"mine": 1}
     sample = Written(prompt="x", tokens=tokens, metadata=metadata)
     async with Server(steps) as server:
         with pytest.raises(error):
             await ask(streaming(server, **settings), sample, params)
-        assert len(server.generates) == 1, "the adapter does not ask again"
+        assert len(server.generates) == 1, "it is not retried"
     assert sample.status is Status.ABORTED
     assert sample.reward is None
     assert (tokens, metadata) == (PROMPT, {"mine": 1}), "what may be shared with others stays as it was"
@@ -135,7 +135,7 @@ async def test_a_cumulative_stream_must_not_change_its_prefix(wrong: bytes) -> N
 
 @pytest.mark.parametrize("status", [400, 404, 503])
 async def test_a_refusal_changes_only_the_status_of_the_sample(status: int) -> None:
-    """THUDM/slime#1542: and what is refused for good is asked once."""
+    """THUDM/slime#1542: a request that is not retryable is sent once."""
     sample = await failed(EngineError, answer_json({"error": {"message": "no"}}, status=status))
     assert response_of(sample) == []
 
@@ -180,11 +180,11 @@ async def test_a_silent_engine_times_out_and_its_tokens_are_kept(
 
 @pytest.mark.parametrize("k", range(6))
 async def test_after_a_reset_the_response_resumes_from_its_own_tokens(k: int) -> None:
-    """aden-hive/hive#5923: neither from the prompt again nor with a token twice."""
+    """aden-hive/hive#5923: it neither restarts from the prompt nor repeats a token."""
     every = [1, 2, 3, 4, 5, 6]
 
     def reply(request: Request) -> list[Any]:
-        ids, budget = asked(request).ids, asked(request).budget
+        ids, budget = sent_request(request).ids, sent_request(request).budget
         done = ids[len(PROMPT) :]
         assert budget is not None
         assert done == every[: len(done)]
@@ -237,7 +237,7 @@ async def test_an_abort_before_the_first_token_leaves_an_empty_sample() -> None:
     assert (sample.status, sample.tokens, sample.metadata) == (Status.ABORTED, PROMPT, {})
 
 
-# Side data that does not come.
+# Missing side data.
 
 
 @slime_only
@@ -284,9 +284,9 @@ async def test_a_finished_call_without_requested_side_data_is_an_error_that_name
 @slime_only
 @pytest.mark.parametrize("params", [{}, {"top_p": 1.0, "top_k": -1, "temperature": 0.7}, {"top_k": 1 << 30}])
 async def test_unrestricted_sampling_needs_no_top_p_ids(params: dict[str, Any]) -> None:
-    asked = {**params, "custom_params": {"return_top_p_token_ids": True}}
+    with_top_p = {**params, "custom_params": {"return_top_p_token_ids": True}}
     async with Server(stream(*events(3), DONE)) as server:
-        sample = await ask(streaming(server), sample_of(), asked)
+        sample = await ask(streaming(server), sample_of(), with_top_p)
     assert (sample.status, response_of(sample)) == (Status.COMPLETED, [1, 2, 3])
 
 
@@ -317,7 +317,9 @@ async def test_an_aborted_call_keeps_its_tokens_without_experts_and_the_next_ret
 async def test_experts_that_do_not_fit_the_prompt_are_refused_and_nothing_is_written() -> None:
     with Loopback(stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True)
-        sample = Written(prompt=TEXT, multimodal_inputs={"images": [b"png"]})  # the host counts no image: no processor
+        sample = Written(
+            prompt=TEXT, multimodal_inputs={"images": [b"png"]}
+        )  # the trainer counts no image: no processor
         with pytest.raises(ValueError, match=r"but 4 rows \(tokens - 1\) are needed"):
             await ask(args, sample, {"max_new_tokens": 3})
     assert (sample.response_length, sample.status, sample.writes) == (0, Status.ABORTED, 0)

@@ -1,4 +1,4 @@
-"""The adapters ask again while the host is not aborting: by themselves, within bounds, and off by one setting."""
+"""Retries and resumes: bounded, stopped by the trainer's abort, and switched off by one setting."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from support.host_calls import (
     Written,
     aligned,
     ask,
-    asked,
     broken_off,
     event,
     part,
     response_of,
     sample_of,
+    sent_request,
     streaming,
 )
 from support.replay import DONE, HANG, PROMPT, answer_json, head, stream, until
@@ -58,7 +58,7 @@ async def test_a_stream_that_breaks_off_is_resumed_and_written_once_for_each_req
         sample = Written(prompt="x", tokens=list(PROMPT))
         params = {"max_new_tokens": 8}
         await ask(streaming(server, **AGAIN), sample, params)
-        requests = [asked(request) for request in server.generates]
+        requests = [sent_request(request) for request in server.generates]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     assert sample.writes == 2, "those that brought something"
     assert [len(request.ids) for request in requests] == [3, 3, 3, 5, 5]
@@ -74,7 +74,7 @@ async def test_a_restart_goes_back_to_the_state_before_the_request() -> None:
     async with Server(answers(broken_off(part([1, 2])), whole)) as server:
         sample = sample_of()
         await ask(streaming(server, streamfold_resume="restart", **AGAIN), sample, {"max_new_tokens": 8})
-        assert [asked(request).ids for request in server.generates] == [PROMPT, PROMPT]
+        assert [sent_request(request).ids for request in server.generates] == [PROMPT, PROMPT]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     assert sample.metadata["restarted_tokens"] == 2
 
@@ -95,7 +95,7 @@ async def test_one_setting_leaves_resuming_to_the_trainer(monkeypatch: pytest.Mo
 
 async def test_resumes_are_bounded() -> None:
     def one_more(request: Any) -> list[Step]:
-        return broken_off(event([9], 1, prompt_tokens=len(asked(request).ids)))
+        return broken_off(event([9], 1, prompt_tokens=len(sent_request(request).ids)))
 
     async with Server(one_more) as server:
         sample = sample_of()
@@ -127,7 +127,7 @@ async def test_no_try_starts_while_the_trainer_is_aborting(monkeypatch: pytest.M
 async def test_a_request_that_reached_its_engine_after_the_trainers_abort_does_not_block_the_rollout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vllm-project/vime#294: it was parked, and the host waited for it for ever."""
+    """vllm-project/vime#294: the request stayed in the queue, and the trainer waited for it without end."""
     monkeypatch.setattr("streamfold.integrations.clients._GRACE_SECONDS", 0.1)
     parked: list[Step] = [head(), HANG]
     async with Server(parked) as server:

@@ -1,4 +1,4 @@
-"""The trainer's own rollouts with the slime adapter: groups aborted, returned, resumed; and nothing leaked."""
+"""slime's own rollouts with our generate function: groups are aborted, returned and resumed, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_groups_that_are_aborted_and_resumed_finish_as_if_undisturbed(
         for sample, i in ((sample, i) for group in groups for i, sample in enumerate(group)):
             params = {**state.sampling_params, "sampling_seed": args.rollout_seed + i}
             assert_undisturbed(engine, args, sample, params)
-            assert sum(asked is sample for asked in rewards.asked) == 1
+            assert sum(call is sample for call in rewards.calls) == 1
             mask = sample.loss_mask or []
             assert mask == sorted(mask), "what an earlier rollout gave stands first"
             assert masked or 0 not in mask
@@ -91,7 +91,7 @@ def without_mask(sample: Sample) -> list[tuple[str, Any]]:
 
 
 def without_mask_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The fields that can be compared; the mask is the host's to change."""
+    """The fields that can be compared; the trainer may change the loss mask."""
     plain = ("tokens", "response", "response_length", "rollout_log_probs", "status", "reward", "weight_versions")
     return [(name, fields[name]) for name in plain]
 
@@ -135,7 +135,7 @@ async def test_a_mixed_group_goes_back_as_one_and_only_its_unfinished_samples_ar
             state = GenerateState(args)
             group = [Sample(prompt="x", tokens=[10 + i]) for i in range(4)]
             state.submit_generate_tasks([group])
-            await until(lambda: len(server.generates) == 4 and len(rewards.asked) == 2 and arrived() == 1)
+            await until(lambda: len(server.generates) == 4 and len(rewards.calls) == 2 and arrived() == 1)
             (back,) = await asyncio.wait_for(abort(args, 5), LIMIT)
             state.reset()
             gate.set()
@@ -143,7 +143,7 @@ async def test_a_mixed_group_goes_back_as_one_and_only_its_unfinished_samples_ar
             assert [s.tokens for s in back] == [[10, 1, 2], [11, 3, 4], [12, 5], [13]]
             assert [s.metadata.get("start_rollout_id") for s in back] == [5, 5, 5, None]
             finished = [snapshot(sample) for sample in back[:2]]
-            asked = len(server.generates)
+            before = len(server.generates)
             state.submit_generate_tasks([back])
             (task,) = state.pendings
             again = await asyncio.wait_for(task, LIMIT)
@@ -151,12 +151,12 @@ async def test_a_mixed_group_goes_back_as_one_and_only_its_unfinished_samples_ar
             assert [s.tokens for s in again[2:]] == [[12, 5, 7], [13, 7]]
             assert [s.rollout_log_probs for s in again[2:]] == [[-5 / 8, -7 / 8], [-7 / 8]]
             assert [s.status for s in again[2:]] == [Status.COMPLETED] * 2
-            assert len(server.generates) == asked + 2
-            assert sorted(sum(a is s for a in rewards.asked) for s in again) == [1, 1, 1, 1]
+            assert len(server.generates) == before + 2
+            assert sorted(sum(a is s for a in rewards.calls) for s in again) == [1, 1, 1, 1]
 
 
 async def test_without_partial_rollouts_a_restarted_sample_is_clean() -> None:
-    """THUDM/slime#2092: nothing of the first try is left in what the host takes back to its beginning."""
+    """THUDM/slime#2092: a restarted sample keeps nothing of its first response."""
     with installed(), Loopback(token_rate=400, stop_probability=0) as engine:
         args = streaming(engine, rollout_max_response_len=40, rollout_batch_size=1, n_samples_per_prompt=1)
         args.over_sampling_batch_size = 4
@@ -271,7 +271,7 @@ def test_aborts_at_any_moment_lose_and_double_nothing(new: bool, loop: str, soak
             await asyncio.wait_for(asyncio.gather(*(generate_and_rm(args, s, params) for s in every)), LIMIT)
             for sample in every:
                 assert_undisturbed(engine, args, sample, params)
-                assert sum(asked is sample for asked in rewards.asked) == 1
+                assert sum(call is sample for call in rewards.calls) == 1
                 assert "lost_side_data" not in sample.metadata
             await until(lambda: len(asyncio.all_tasks()) == tasks)
             await until(lambda: engine.stats().running == 0)

@@ -1,4 +1,4 @@
-"""However an engine writes its stream, the slime adapter makes the same sample of it."""
+"""The sample is the same for every mode, chunking and side data of an engine's stream."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def test_the_sample_is_the_same_in_every_mode_at_every_interval(
 ) -> None:
     config = Config(stop_probability=0)
     params = {"max_new_tokens": 150, **TOP_P}
-    asked = {"return_logprob": True, "return_routed_experts": True, "return_sampling_mask": True}
-    wanted = undisturbed(config, PROMPT, params, **asked)
+    options = {"return_logprob": True, "return_routed_experts": True, "return_sampling_mask": True}
+    wanted = undisturbed(config, PROMPT, params, **options)
     assert wanted.top_p == wanted.sampling_mask
     reply = replace(wanted, top_p=None) if per_chunk else replace(wanted, sampling_mask=None, sampling_logprobs=None)
     async with Replay(served(reply, incremental=MODES[mode], interval=interval)) as server:
@@ -126,7 +126,7 @@ async def test_every_character_is_kept_wherever_packets_split_it(mode: str) -> N
 
 @pytest.mark.parametrize("skip", [True, False, None], ids=["skipped", "shown", "by default"])
 async def test_special_tokens_are_in_the_text_if_they_are_wanted(skip: bool | None) -> None:
-    """By the engine's word, and by ours where it has no tokenizer (sgl-project/sglang#7727)."""
+    """In the engine's text, and in ours if the engine has no tokenizer (sgl-project/sglang#7727)."""
     params: dict[str, Any] = {"max_new_tokens": 400}
     if skip is not None:
         params["skip_special_tokens"] = skip

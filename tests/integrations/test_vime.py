@@ -1,4 +1,4 @@
-"""What vime's adapter does otherwise than slime's: what it asks vLLM for, and what it makes of the answers."""
+"""How vime's integration differs from slime's: its requests to vLLM, and how it reads the responses."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from support.host_calls import (
     aligned,
     arrived,
     ask,
-    asked,
     assert_undisturbed,
-    boxed,
     broken_off,
     event,
     events,
+    loopback_engine,
     part,
     partial,
     response_of,
     sample_of,
+    sent_request,
     streaming,
     whole,
 )
@@ -97,7 +97,7 @@ async def meta_of(*payloads: bytes, **settings: Any) -> dict[str, Any]:
 
 
 async def test_a_first_request_has_every_option_under_vllms_names() -> None:
-    with boxed(replays=True, stop_probability=0) as engine:
+    with loopback_engine(replays=True, stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True, router_policy="consistent_hash", **TOP_P)
         params = {**GenerateState(args).sampling_params, "max_new_tokens": 8, "seed": 7, "stop": ["no such"]}
         sample = await ask(args, Sample(prompt=TEXT, session_id="mine"), params)
@@ -136,7 +136,13 @@ async def test_slimes_parameters_and_our_seed_are_sent_under_vllms_names() -> No
     async with Server(whole()) as server:
         params = {**PARAMS, "custom_params": {"return_top_p_token_ids": False}, "sampling_seed": 3, "top_k": -1}
         await ask(streaming(server), sample_of(), params)
-        assert asked(server.generates[0]).params == {"n": 1, "max_tokens": 64, "seed": 3, "top_k": -1, "logprobs": 1}
+        assert sent_request(server.generates[0]).params == {
+            "n": 1,
+            "max_tokens": 64,
+            "seed": 3,
+            "top_k": -1,
+            "logprobs": 1,
+        }
 
 
 async def test_a_model_with_a_router_of_its_own_is_known_there_by_another_name() -> None:
@@ -160,7 +166,7 @@ async def test_samples_of_a_vime_that_is_too_old_are_refused() -> None:
 @pytest.mark.parametrize("version", ["0.22.0", "0.28.0", "0.32.0", "rust"])
 async def test_every_release_gives_the_undisturbed_sample_in_one_call_and_in_two(version: str, interval: int) -> None:
     wire: dict[str, Any] = {"frontend": "rust"} if version == "rust" else {"version": version}
-    with boxed(stop_probability=0, stream_interval=interval, shuffle_keys=1, **wire) as engine:
+    with loopback_engine(stop_probability=0, stream_interval=interval, shuffle_keys=1, **wire) as engine:
         args = streaming(engine)
         params = {"max_new_tokens": 60}
         assert_undisturbed(engine, args, await ask(args, Sample(prompt=TEXT), params), params)
@@ -179,7 +185,7 @@ async def test_every_release_gives_the_undisturbed_sample_in_one_call_and_in_two
 @pytest.mark.parametrize("skip", [True, False, None], ids=["skipped", "shown", "by default"])
 async def test_the_ids_of_a_call_are_decoded_once_and_all_at_once(skip: bool | None) -> None:
     params = {"max_new_tokens": 400} if skip is None else {"max_new_tokens": 400, "skip_special_tokens": skip}
-    with boxed(stop_probability=0) as engine:
+    with loopback_engine(stop_probability=0) as engine:
         args = streaming(engine)
         sample = await ask(args, Sample(prompt=TEXT), params)
         decoded = GenerateState(args).tokenizer.decoded
@@ -345,7 +351,7 @@ async def test_missing_masks_that_training_needs_are_an_error() -> None:
     assert found.status is Status.COMPLETED
 
 
-# Replies that are wrong.
+# Invalid responses.
 
 WRONG = {
     "no logprobs": {"logprobs": None},
@@ -387,7 +393,7 @@ async def test_a_refusal_in_a_stream_is_an_error_and_retried_only_if_it_is_retry
 
 
 async def test_a_disabled_endpoint_is_an_error_that_names_the_flag() -> None:
-    with boxed(enable_scale_out=False) as engine, pytest.raises(EngineError, match="--enable-scale-out"):
+    with loopback_engine(enable_scale_out=False) as engine, pytest.raises(EngineError, match="--enable-scale-out"):
         await ask(streaming(engine), Sample(prompt=TEXT))
 
 
@@ -422,7 +428,7 @@ async def test_without_a_finish_reason_a_stream_that_was_not_aborted_is_resumed(
     first = stream(last([1, 2], None), bodies_vllm.usage_event(2), DONE)
     async with Server(answers(first, stream(part([3], prompt=5, finish="stop"), DONE))) as server:
         sample = await ask(streaming(server, streamfold_tries=3), sample_of())
-        assert [asked(request).budget for request in server.generates] == [64, 62]
+        assert [sent_request(request).budget for request in server.generates] == [64, 62]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     async with Server(first) as server:
         sample = sample_of()
@@ -438,7 +444,7 @@ async def test_without_a_finish_reason_a_stream_that_was_not_aborted_is_resumed(
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
 async def test_the_trainers_abort_keeps_every_token_and_the_next_call_resumes(new: bool, version: str) -> None:
     replays = version == "0.32.0"
-    with boxed(token_rate=400, stop_probability=0, version=version, replays=replays) as engine:
+    with loopback_engine(token_rate=400, stop_probability=0, version=version, replays=replays) as engine:
         args = streaming(engine, use_rollout_routing_replay=replays, **(TOP_P if replays else {}))
         state = GenerateState(args)
         state.sampling_params |= {"max_new_tokens": 200}
@@ -469,7 +475,7 @@ async def test_an_abort_of_one_request_uses_the_engines_request_id() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, LIMIT)
-        rid = asked(server.generates[0]).rid
+        rid = sent_request(server.generates[0]).rid
         (abort,) = server.at("/inference/v1/abort_requests")
         assert abort.json["request_ids"] == [f"generate-tokens-{rid}", rid]
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)

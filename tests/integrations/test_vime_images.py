@@ -20,7 +20,7 @@ from support.host.slime.rollout import sglang_rollout
 from support.host.slime.rollout.sglang_rollout import GenerateState
 from support.host.slime.utils import processing_utils
 from support.host.slime.utils.types import Sample
-from support.host_calls import PARAMS, Server, Status, ask, asked, broken_off, part, response_of, streaming
+from support.host_calls import PARAMS, Server, Status, ask, broken_off, part, response_of, sent_request, streaming
 from support.replay import DONE, HANG, RST, answer, answer_json, stream, until
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def sample_of(**fields: Any) -> Sample:
 
 
 def reply(request: Request) -> Any:
-    return stream(part([5], prompt=len(asked(request).ids), finish="stop"), DONE)
+    return stream(part([5], prompt=len(sent_request(request).ids), finish="stop"), DONE)
 
 
 def serving(render: Route, generate: Route = reply) -> Server:

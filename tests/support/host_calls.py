@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: a trainer's arguments, samples, written replies, and helpers to examine them.
+"""Shared by the tests of the integrations: a trainer's arguments, samples, written replies, checks.
 
 Everything is of the trainer that is installed, and of its engine.
 """
@@ -36,15 +36,15 @@ TOP_P: dict[str, Any] = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids
 PARAMS: dict[str, Any] = {"max_new_tokens": 64}
 
 
-def adapter() -> ModuleType:
+def entry_module() -> ModuleType:
     """Our module for the trainer that is installed."""
     return importlib.import_module(f"streamfold.{engine.current().package}")
 
 
 def streaming(server: Loopback | Replay, **settings: Any) -> SimpleNamespace:
-    """Arguments of a trainer that generates through the adapter; failures are not retried."""
+    """Arguments of a trainer that generates through our function; failures are not retried."""
     config = server.config if isinstance(server, Loopback) else None
-    settings = {"custom_generate_function_path": adapter().generate_streaming, "streamfold_tries": 1, **settings}
+    settings = {"custom_generate_function_path": entry_module().generate_streaming, "streamfold_tries": 1, **settings}
     return arguments(server.url, config, **settings)
 
 
@@ -76,7 +76,7 @@ class Written(Sample):
         super().append_response_tokens(*args, **fields)
 
 
-def boxed(*, replays: bool = False, incremental: bool = False, **options: Any) -> Loopback:
+def loopback_engine(*, replays: bool = False, incremental: bool = False, **options: Any) -> Loopback:
     """A loopback engine of the trainer's kind; ``replays``: it can send routed experts and top-p ids."""
     if engine.current().name == "sglang":
         return Loopback(incremental=incremental, **options)
@@ -85,14 +85,14 @@ def boxed(*, replays: bool = False, incremental: bool = False, **options: Any) -
 
 
 async def ask(args: SimpleNamespace, sample: Sample, params: dict[str, Any] | None = None) -> Sample:
-    """Call the adapter as the host does, within the time after which something hangs."""
+    """Call our function as the trainer does, within the time after which something hangs."""
     given = PARAMS if params is None else params
-    found: Sample = await asyncio.wait_for(adapter().generate_streaming(args, sample, given), LIMIT)
+    found: Sample = await asyncio.wait_for(entry_module().generate_streaming(args, sample, given), LIMIT)
     assert found is sample
     return found
 
 
-# What the engine writes, and what it was asked.
+# What the engine writes, and the requests that it got.
 
 
 def event(ids: Sequence[int], total: int, finish: str | None = None, *, prompt_tokens: int = len(PROMPT)) -> bytes:
@@ -136,7 +136,7 @@ def text_of(*ids: int) -> str:
 
 
 class Server(Replay):
-    """A server of written replies that speaks as the trainer's engine does."""
+    """A server of written replies in the protocol of the trainer's engine."""
 
     def __init__(
         self, generate: Route = (), *, host: str = "127.0.0.1", routes: dict[str, Route] | None = None
@@ -150,7 +150,7 @@ class Server(Replay):
         return answer_json(None)
 
     def reply(self, generate: Route) -> None:
-        """Answer otherwise from now on."""
+        """Give other replies from now on."""
         self.routes[engine.current().path] = generate
 
     @property
@@ -165,8 +165,8 @@ class Server(Replay):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for, under one name for all engines."""
+class SentRequest:
+    """The fields of a request, under the same names for all engines."""
 
     rid: str
     ids: list[int]
@@ -174,19 +174,19 @@ class Asked:
     params: dict[str, Any]
 
 
-def asked(request: Request) -> Asked:
+def sent_request(request: Request) -> SentRequest:
     body = request.json
     params = body["sampling_params"]
     if engine.current().name == "sglang":
-        return Asked(body["rid"], body["input_ids"], params.get("max_new_tokens"), params)
-    return Asked(body["request_id"], body["token_ids"], params["max_tokens"], params)
+        return SentRequest(body["rid"], body["input_ids"], params.get("max_new_tokens"), params)
+    return SentRequest(body["request_id"], body["token_ids"], params["max_tokens"], params)
 
 
-# What there is to see.
+# Checks.
 
 
 def arrived() -> int:
-    """How many tokens have come of the calls that the adapter has running in this loop."""
+    """How many tokens the running calls of this event loop's clients have received."""
     handles = _handles.get(asyncio.get_running_loop(), {})
     return sum(call.token_count for handle in handles.values() for call in handle.client.running)
 
@@ -196,7 +196,7 @@ def response_of(sample: Sample) -> list[int]:
 
 
 def aligned(sample: Sample) -> bool:
-    """Whether everything that goes with the response is as long as it."""
+    """Whether all per-token fields are as long as the response."""
     n = sample.response_length
     offsets = sample.rollout_top_p_token_offsets
     return (

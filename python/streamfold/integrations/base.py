@@ -1,4 +1,4 @@
-"""What a trainer (slime, vime) is to its adapter: where its modules and options are, and how it differs from others.
+"""``Integration``: where a trainer (slime, vime) has its modules and options, and how it differs from others.
 
 :mod:`streamfold.slime` and :mod:`streamfold.vime` each define one :class:`Integration`; everything else in this folder
 works for any of them.

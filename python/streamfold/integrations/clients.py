@@ -1,4 +1,4 @@
-"""The adapters' clients: one :class:`~streamfold.Client` for each event loop and router, closed with the loop."""
+"""The integrations' clients: one :class:`~streamfold.Client` for each event loop and router, closed with the loop."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Plan:
         self._what, self._left = self.dies or [None, 0]
 
     def at(self, what: str) -> None:
-        """Die here, if it is time."""
+        """Kill this process if the plan says so."""
         if what == self._what:
             self._left -= 1
             if not self._left:

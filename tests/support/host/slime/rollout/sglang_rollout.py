@@ -1,4 +1,4 @@
-"""The host's rollout: groups of samples in flight until there are enough, the rest aborted and handed back.
+"""The trainer's rollout: groups of samples in flight until there are enough; the rest is aborted and returned.
 
 In vime the module is called ``vllm_rollout``.
 """
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 SamplingParams = dict[str, Any]
 Task = asyncio.Task[Any]
 
-# Newer slime: generators that end by being cancelled are. Older slime takes no notice of what they say.
+# Newer slime cancels generators whose abort_mode is request. Older slime ignores abort_mode.
 knows_request_abort = True
-# How long an engine that is not idle yet has until it is asked again, seconds.
+# Seconds between two load queries to an engine that is not idle yet.
 POLL_SECONDS = 0.02
 
 
@@ -72,7 +72,7 @@ class GenerateState(metaclass=SingletonMeta):
             self.dp_counts[rank] -= 1
 
     def reset(self) -> None:
-        """Begin a new rollout, maybe in a new event loop."""
+        """Start a new rollout, maybe in a new event loop."""
         self.semaphore = asyncio.Semaphore(engine.current().option(self.args, "server_concurrency"))  # of one loop
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[list[Sample]]] = set()
@@ -209,7 +209,7 @@ async def generate_and_rm_group(
 
 
 async def abort(args: SimpleNamespace, rollout_id: int) -> list[list[Sample]]:
-    """End what is in flight; give the groups that are worth going on with."""
+    """Abort what is in flight; return the groups that have a partial response."""
     state = GenerateState(args)
     assert not state.aborted
     state.aborted = True

@@ -1,4 +1,4 @@
-"""What has no better place, in the host too."""
+"""Helpers that slime keeps in ``slime.utils.misc``."""
 
 from __future__ import annotations
 
