@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickle
 import random
 import signal
 import subprocess
@@ -80,6 +81,7 @@ def test_it_is_the_trainers_own_source_with_a_buffer_of_ours(args: SimpleNamespa
     assert isinstance(source, RolloutDataSourceWithBuffer)
     assert type(source) is entry_module().DataSource
     assert type(source).__module__ == entry_module().__name__
+    assert pickle.loads(pickle.dumps(type(source))) is type(source)
     assert isinstance(source.buffer, Buffer)
     assert len(source) == len(WORDS)
     assert identities(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)

@@ -19,10 +19,11 @@ import contextlib
 import logging
 import os
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from streamfold.integrations.data_source import durable_buffer
-from streamfold.integrations.rollout import evaluate, open_rollout
+from streamfold.integrations.rollout import evaluate, create_rollout
 from streamfold.integrations.settings import Settings
 from streamfold.rollout.pool import Pool
 from streamfold.rollout.rollout import parts_of
@@ -90,6 +91,15 @@ def close_rollout(integration: Integration) -> None:
         background.end()
 
 
+@dataclass(frozen=True)
+class _OpenPool:
+    """A pool that is open, and what it was made of."""
+
+    pool: Pool
+    trainer_rollout: TrainerRollout
+    data_source: Any
+
+
 class _Background:
     """A thread with an event loop, and the pool that runs in it."""
 
@@ -98,10 +108,8 @@ class _Background:
         self._loop: asyncio.AbstractEventLoop
         self._process = os.getpid()
         self._is_up = threading.Event()
-        self._pool: Pool | None = None
-        self._rollout: TrainerRollout | None = None
-        self._source: Any = None
-        self._open = contextlib.AsyncExitStack()
+        self._current: _OpenPool | None = None
+        self._closing = contextlib.AsyncExitStack()
         self._thread = threading.Thread(
             target=asyncio.run, args=(self._run_until_end(),), name="streamfold rollouts", daemon=True
         )
@@ -148,37 +156,36 @@ class _Background:
     async def rollout(self, args: Args, rollout_id: int, data_source: Any) -> Any:  # noqa: ANN401
         """Return the next groups."""
         try:
-            if self._pool is None or self._source is not data_source:
+            current = self._current
+            if current is None or current.data_source is not data_source:
                 await self._close_pool()
-                await self._open_pool(args, rollout_id, data_source)
-            pool, trainer_rollout = self._pool, self._rollout
-            assert pool is not None  # noqa: S101  # for the reader and the type checker
-            assert trainer_rollout is not None  # noqa: S101
-            pool.version = rollout_id
-            groups = await pool.next(args.rollout_batch_size)
+                current = await self._open_pool(args, rollout_id, data_source)
+            current.pool.version = rollout_id
+            groups = await current.pool.next(args.rollout_batch_size)
         except Exception:
             await self._close_pool()
             raise
-        return trainer_rollout.output(rollout_id, groups, pool.metrics())
+        return current.trainer_rollout.output(rollout_id, groups, current.pool.metrics())
 
-    async def _open_pool(self, args: Args, version: int, data_source: Any) -> None:  # noqa: ANN401
+    async def _open_pool(self, args: Args, version: int, data_source: Any) -> _OpenPool:  # noqa: ANN401
         settings = Settings.of(args)
-        trainer_rollout = await open_rollout(self.integration, args, settings, data_source, pooled=True)
+        trainer_rollout = await create_rollout(self.integration, args, settings, data_source, pooled=True)
         rollout, in_flight = trainer_rollout.rollout, settings.in_flight
         if in_flight is None:
             engines = await parts_of(rollout).count_engines()
             in_flight = max(1, rollout.config.concurrency * engines // args.n_samples_per_prompt)
         if (durable := durable_buffer(data_source)) is not None:
             durable.run_in(self.call)
-            self._open.callback(durable.run_in, None)
-        self._open.callback(trainer_rollout.reset)
+            self._closing.callback(durable.run_in, None)
+        self._closing.callback(trainer_rollout.reset)
         pool = Pool(rollout, data_source, in_flight=in_flight, version=version)
-        self._pool = await self._open.enter_async_context(pool)
-        self._rollout, self._source = trainer_rollout, data_source
+        await self._closing.enter_async_context(pool)
+        self._current = _OpenPool(pool, trainer_rollout, data_source)
+        return self._current
 
     async def _close_pool(self) -> None:
-        self._pool = self._rollout = self._source = None
-        await self._open.aclose()
+        self._current = None
+        await self._closing.aclose()
 
 
 def _close_at_exit() -> None:

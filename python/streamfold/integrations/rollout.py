@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from streamfold.integrations.settings import Args
     from streamfold.rollout.groups import Group
 
-__all__ = ["TrainerRollout", "evaluate", "generate_rollout", "open_rollout"]
+__all__ = ["TrainerRollout", "evaluate", "generate_rollout", "create_rollout"]
 
 # The trainer's own objects, which differ between releases.
 State: TypeAlias = Any
@@ -73,7 +73,7 @@ def generate_rollout(
 
 
 async def _train(integration: Integration, args: Args, rollout_id: int, data_source: Source) -> Any:  # noqa: ANN401
-    trainer_rollout = await open_rollout(integration, args, Settings.of(args), data_source)
+    trainer_rollout = await create_rollout(integration, args, Settings.of(args), data_source)
     try:
         result = await trainer_rollout.rollout.run(data_source, rollout_id)
     finally:
@@ -94,7 +94,7 @@ async def evaluate(integration: Integration, args: Args, rollout_id: int) -> Any
     return output if output_type is None or isinstance(output, output_type) else output_type(output)
 
 
-async def open_rollout(
+async def create_rollout(
     integration: Integration, args: Args, settings: Settings, data_source: Source, *, pooled: bool = False
 ) -> TrainerRollout:
     """The rollout that ``args`` and ``settings`` describe, with the running event loop's client."""
