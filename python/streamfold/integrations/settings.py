@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -163,12 +164,12 @@ class Setting:
     scope: Scope
     meaning: str
 
-    @property
+    @cached_property
     def attribute(self) -> str:
         """Its name as an attribute of ``args``."""
         return f"streamfold_{self.name}"
 
-    @property
+    @cached_property
     def variable(self) -> str:
         """Its name as an environment variable."""
         return self.attribute.upper()
