@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from streamfold.integrations.data_source import durable_buffer
-from streamfold.integrations.rollout import evaluate, create_rollout
+from streamfold.integrations.rollout import create_rollout, evaluate
 from streamfold.integrations.settings import Settings
 from streamfold.rollout.pool import Pool
 from streamfold.rollout.rollout import parts_of

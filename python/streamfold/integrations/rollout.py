@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from streamfold.integrations.settings import Args
     from streamfold.rollout.groups import Group
 
-__all__ = ["TrainerRollout", "evaluate", "generate_rollout", "create_rollout"]
+__all__ = ["TrainerRollout", "create_rollout", "evaluate", "generate_rollout"]
 
 # The trainer's own objects, which differ between releases.
 State: TypeAlias = Any

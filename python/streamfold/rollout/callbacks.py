@@ -16,7 +16,7 @@ Reward: TypeAlias = float | dict[str, Any] | None
 RewardFunction: TypeAlias = (
     Callable[[Sample], Reward | Awaitable[Reward]] | Callable[[Group], Sequence[Reward] | Awaitable[Sequence[Reward]]]
 )
-"""Takes a finished sample, or with ``RolloutConfig.group_reward`` a finished group; then it returns a list of rewards."""
+"""Takes a finished sample; with ``RolloutConfig.group_reward`` a finished group, and returns a list of rewards."""
 
 Filter: TypeAlias = Callable[[Group], bool | tuple[bool, str | None]]
 """Takes a finished group; whether the trainer gets it, or a pair of that and the reason if it does not."""

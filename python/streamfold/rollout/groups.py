@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     Elements: TypeAlias = Sequence[Sample | list[Sample]]
 
 __all__ = [
-    "Group", "Source", "copy_indices", "count_tokens", "has_started", "is_complete", "is_finished", "is_partial",
-    "mark_start", "prompt_groups", "restart_samples", "samples_of", "sort_key", "start_of", "unfinished_samples",
+    "AnyGroup", "Group", "Source", "copy_indices", "count_tokens", "has_started", "is_complete", "is_finished",
+    "is_partial", "mark_start", "prompt_groups", "restart_samples", "samples_of", "sort_key", "start_of",
+    "unfinished_samples",
 ]  # fmt: skip
 
 Group: TypeAlias = list[Sample]
@@ -34,6 +35,9 @@ told of this case, as few users have it: ``cast`` the element, or check it with 
 # FAILED is a host's status for a result of its own generator, which is never generated a second time.
 _FINISHED: Final = ("COMPLETED", "TRUNCATED", "FAILED")
 _START: Final = "start_rollout_id"
+
+AnyGroup: TypeAlias = list[Any]
+"""A group where it is passed in: of samples of ours or of a host's, or with elements that are lists of them."""
 
 
 class Source(Protocol):

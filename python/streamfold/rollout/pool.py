@@ -101,6 +101,10 @@ class Pool:
                 self._rewards.warn_if_running()
             self._notify()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._error is not None else "paused" if self._scheduler is None else "open"
+        return f"<Pool: {state}, {self.in_flight} groups in flight, {self.ready} ready, version {self.version}>"
+
     @property
     def in_flight(self) -> int:
         """Groups in flight."""

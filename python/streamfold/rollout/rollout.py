@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.generate import CompleteSample
-from streamfold.rollout.groups import sort_key
+from streamfold.rollout.groups import count_tokens, samples_of, sort_key
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.parts import RolloutHooks, RolloutParts
 
@@ -39,6 +39,13 @@ class RolloutResult:
 
     groups: list[Group]
     metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        samples = samples_of([sample for group in self.groups for sample in group])
+        tokens, seconds = count_tokens(samples), self.metrics.get("rollout/seconds", 0.0)
+        return (
+            f"<RolloutResult: {len(self.groups)} groups of {len(samples)} samples, {tokens} tokens in {seconds:.1f} s>"
+        )
 
     @property
     def is_short(self) -> bool:
@@ -96,6 +103,9 @@ class Rollout:
             on_abort=on_abort,
             hooks=RolloutHooks() if hooks is None else hooks,
         )
+
+    def __repr__(self) -> str:
+        return f"<Rollout of {type(self.client).__name__}: {self.config!r}>"
 
     @property
     def client(self) -> Client:
