@@ -1,15 +1,15 @@
-"""Every exception that streamfold raises on purpose.
+"""All exceptions of streamfold.
 
 ::
 
     StreamfoldError                  .partial: the Generation received so far, or None
-    ├── DecodeError (ValueError)     the bytes are not what the dialect says: .kind .offset .path
-    ├── StreamTruncated              the body ended before a finish reason, and nobody aborted
-    ├── EngineError                  the engine said no, or could not be reached:
+    ├── DecodeError (ValueError)     the stream breaks a rule of its dialect: .kind .offset .path
+    ├── StreamTruncated              the body ended before a finish reason, without an abort
+    ├── EngineError                  the engine refused, failed or could not be reached:
     │                                .status .message .retryable .retry_after
-    └── EngineTimeout                the engine kept silent for too long: .phase
+    └── EngineTimeout                no connection or no token in time: .phase
 
-All of them survive pickling with their attributes. An abort is a result, never an exception.
+All can be pickled, with their attributes. An abort is a result, never an exception.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ DecodeErrorKind = Literal[
     "json", "utf8", "schema", "length", "mismatch", "token", "logprob", "prefix", "metadata", "too_large"
 ]
 
-_LONGEST_QUOTE = 200  # bytes of a reply that is not what was expected
+_MAX_QUOTE_BYTES = 200
 
-# Worth another try: the server was busy or broke. Every other refusal would only be repeated.
+# The server was busy. Any other 4xx would only be repeated.
 _RETRYABLE_4XX = (408, 429)
 
 
 class StreamfoldError(Exception):
-    """The root of all errors of this package.
+    """Base class of all errors of this package.
 
     Attributes:
-        partial: what had been received when the error came, never more than the last good event; None if the
-            error arose outside a call.
+        partial: what was received before the error, up to the last valid event; None outside a call.
     """
 
     partial: Generation | None = None
@@ -58,17 +57,17 @@ class StreamfoldError(Exception):
 
 
 def _restore(cls: type[StreamfoldError], args: tuple[Any, ...]) -> StreamfoldError:
-    # Not cls(*args): the constructors take keywords, and the attributes come back as state.
+    # Not cls(*args): the constructors take keywords, and the attributes are restored as state.
     return cls.__new__(cls, *args)
 
 
 class DecodeError(StreamfoldError, ValueError):
-    """The bytes are not what the dialect says.
+    """The stream breaks a rule of its dialect: a malformed event, or fields that contradict each other.
 
     Attributes:
-        kind: what is wrong, one of :data:`DecodeErrorKind`.
-        offset: the absolute byte offset in the body where it was found, counted from 0.
-        path: the field, as in ``meta_info.output_token_logprobs[3][0]``; empty if no field is to blame.
+        kind: the rule, one of :data:`DecodeErrorKind`.
+        offset: byte offset in the body where the error was found, from 0.
+        path: the field, as in ``meta_info.output_token_logprobs[3][0]``; empty if no single field is wrong.
     """
 
     def __init__(
@@ -87,18 +86,17 @@ class DecodeError(StreamfoldError, ValueError):
 
 
 class StreamTruncated(StreamfoldError):
-    """The body ended, cleanly or by a reset, before a finish reason, and nobody had aborted the call."""
+    """The body ended, cleanly or by a reset, before a finish reason, and the call was not aborted."""
 
 
 class EngineError(StreamfoldError):
-    """The engine said no, inside the stream or as an HTTP status, or it could not be reached.
+    """The engine refused or failed, by an HTTP status or an error event, or it could not be reached.
 
     Attributes:
-        status: the HTTP status, or the code that the error event told; None if none was told.
-        message: the engine's own words.
+        status: the HTTP status, or the error event's code; None if there is none.
+        message: the engine's error message.
         retryable: whether the same request may succeed later: 408, 429, 5xx, or no connection.
-        retry_after: seconds from then on during which the engine does not want to be asked again (``Retry-After``);
-            None if it did not say.
+        retry_after: seconds to wait before a retry, as the engine demands (``Retry-After``); None if it does not.
     """
 
     def __init__(
@@ -122,10 +120,10 @@ def _is_retryable(status: int | None) -> bool:
 
 
 class EngineTimeout(StreamfoldError):
-    """The engine kept silent for longer than the phase allows.
+    """A phase took longer than its timeout: see :class:`~streamfold.Timeouts`.
 
     Attributes:
-        phase: what was waited for: the connection, the first token (headers included), or the next one.
+        phase: ``"connect"``, ``"first_token"`` (headers included) or ``"next_token"``.
     """
 
     def __init__(
@@ -140,6 +138,6 @@ class EngineTimeout(StreamfoldError):
 
 
 def quote(body: bytes) -> str:
-    """The first bytes of a reply that is something else than expected, for an error message."""
-    cut = body[:_LONGEST_QUOTE].decode(errors="replace")
-    return " ".join(cut.split()) or "an empty reply"
+    """The first bytes of an unexpected response, for an error message."""
+    text = body[:_MAX_QUOTE_BYTES].decode(errors="replace")
+    return " ".join(text.split()) or "an empty reply"

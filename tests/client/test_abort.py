@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from streamfold import Call, Experts, Generation, Limits, StreamTruncated, Timeouts
+from support.calls import abort_soon, has_ended, runner_of
 from support.replay import (
     ASKED,
     DONE,
@@ -90,7 +91,7 @@ async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_r
 async def test_an_engine_that_does_not_answer_the_abort_is_left_after_a_second(
     speech: Speech, silence: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._SECONDS", 1.2)
+    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 1.2)
     async with (
         speech.replay(speech.running, routes={speech.abort_path: silence}) as server,
         speech.client(server.url) as client,
@@ -239,7 +240,7 @@ async def test_abort_all_leaves_a_drain_alone_that_is_under_way(speech: Speech) 
         server.routes[speech.path] = obeys(speech, server, with_experts([3], 3), after=0.3)
         async with speech.client(server.url, experts=EXPERTS) as client:
             call = await begun(client)
-            call.abort_soon()
+            abort_soon(call)
             await until(lambda: server.aborts)
             await client.abort_all()
             assert (await call).routed_experts is not None
@@ -305,8 +306,8 @@ async def test_no_request_leaves_after_its_abort_whatever_step_it_has_reached(sp
                 call = client.start(PROMPT, ASKED)
                 for _ in range(steps):
                     await asyncio.sleep(0)
-                call.abort_soon()
-                told_later = call.ended.done()
+                abort_soon(call)
+                told_later = has_ended(call)
                 await call
             await until(lambda: server.open == 0)
             arrived = call.rid in [request.rid for request in server.generates]
@@ -371,7 +372,7 @@ async def test_a_cancelled_await_aborts_the_call_and_reraises(speech: Speech, by
         assert server.aborts == [rid], "it has ended before the error is passed on"
         assert client.running == []
         if call is not None:
-            assert call.ended.done()
+            assert has_ended(call)
             assert (await call.abort()).token_ids.tolist() == [1, 2]
             assert (await call).token_ids.tolist() == [1, 2]
         await asyncio.wait_for(server.generates[0].peer_closed.wait(), 5)
@@ -414,7 +415,7 @@ async def test_a_cancel_in_the_moment_of_the_end_is_still_a_cancel(speech: Speec
     async with speech.replay(stream(*speech.events(3), DONE)) as server, speech.client(server.url) as client:
         call = client.start(PROMPT, ASKED)
         waiter = asyncio.ensure_future(client_wait(call))
-        call.ended.add_done_callback(lambda _: waiter.cancel())
+        runner_of(call).ended.add_done_callback(lambda _: waiter.cancel())
         with pytest.raises(asyncio.CancelledError):
             await waiter
         assert (await call).finish_reason == "stop"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from streamfold import Client, EngineError, Limits
+from support.calls import abort_soon, has_ended
 from support.replay import (
     ASKED,
     END,
@@ -43,11 +44,11 @@ async def test_abort_all_ends_every_call_of_this_client_and_of_no_other(speech: 
         calls = [client.start(PROMPT, ASKED) for _ in range(5)]
         await until(lambda: sum(call.token_count for call in calls) == 6)
         await client.abort_all()
-        assert all(call.ended.done() for call in calls)
+        assert all(has_ended(call) for call in calls)
         assert client.running == []
         assert sorted(server.aborts) == sorted(call.rid for call in calls[:3])
         assert [len((await call).token_ids) for call in calls] == [2, 2, 2, 0, 0]
-        assert not bystander.ended.done()
+        assert not has_ended(bystander)
 
 
 async def test_calls_that_are_started_while_all_are_aborted_run_on(speech: Speech) -> None:
@@ -82,7 +83,7 @@ async def test_behind_a_router_each_worker_is_told_and_the_router_is_not(speech:
 async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_being_told(
     speech: Speech, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
     async with speech.replay() as dead:
         pass
     async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:
@@ -103,8 +104,8 @@ async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_
 async def test_an_early_abort_is_told_again_to_each_worker_without_waiting_for_one_that_hangs(
     speech: Speech, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._SECONDS", 60.0)
-    monkeypatch.setattr("streamfold.client.attempt._TELL_SECONDS", 60.0)
+    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr("streamfold.client.attempt._ABORT_REPLY_SECONDS", 60.0)
     enough = asyncio.Event()
     hangs: list[Step] = [enough, *answer_json(None)]
     async with speech.replay() as alive, speech.replay(routes={speech.abort_path: hangs}) as silent:
@@ -115,9 +116,9 @@ async def test_an_early_abort_is_told_again_to_each_worker_without_waiting_for_o
         ):
             call = client.start(PROMPT, ASKED)
             await until(lambda: router.generates)
-            call.abort_soon()
+            abort_soon(call)
             await until(lambda: len(alive.aborts) == 2)
-            assert not call.ended.done(), "its socket was closed before"
+            assert not has_ended(call), "its socket was closed before"
             enough.set()
             await call.abort()
             assert alive.aborts == [call.rid] * 2
@@ -150,7 +151,7 @@ async def test_the_list_of_workers_is_asked_for_now_and_then_and_soon_after_a_fa
     speech: Speech,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._FAILURE_LASTS", 0.05)
+    monkeypatch.setattr("streamfold.client.control._FAILED_WORKERS_TTL", 0.05)
     async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         busy = answer_json({"error": "starting"}, 503)
         for answer, asked in (([RST], 1), (busy, 2), (answer_json({"workers": []}), 3), ([RST], 3)):
@@ -164,7 +165,7 @@ async def test_a_worker_whose_abort_was_not_found_for_a_moment_is_told_of_later_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What stands before a worker that restarts may answer for it. Some releases are ended by nothing but an abort."""
-    monkeypatch.setattr("streamfold.client.control._WORKERS_LAST", 0.0)
+    monkeypatch.setattr("streamfold.client.control._WORKERS_TTL", 0.0)
     gone = answer_json({"detail": "Not Found"}, 404)
     async with SGLANG.replay(SGLANG.running, routes={"/abort_request": gone}) as server, Client(server.url) as client:
         await (await begun(client)).abort()
@@ -177,7 +178,7 @@ async def test_a_worker_whose_abort_was_not_found_for_a_moment_is_told_of_later_
 async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(
     speech: Speech, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._WORKERS_LAST", 0.05)
+    monkeypatch.setattr("streamfold.client.control._WORKERS_TTL", 0.05)
     async with speech.replay() as worker:
         routes = {"/workers": answer_json({"workers": [{"url": worker.url}]})}
         async with speech.replay(speech.running, routes=routes) as router, speech.client(router.url) as client:
@@ -223,8 +224,8 @@ async def test_a_worker_that_hangs_keeps_neither_the_others_from_being_told_nor_
     speech: Speech,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._SECONDS", 1.0)
-    monkeypatch.setattr("streamfold.client.control._AT_ONCE", 4)  # so that all of them would take 25 s to give up
+    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("streamfold.client.control._MAX_CONCURRENT", 4)  # all of them would take 25 s
     before = asyncio.all_tasks()
     count = 100
     async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from streamfold import Call, Client, Experts, Generation, Limits, Retries, Timeouts
+from support.calls import abort_soon
 from support.replay import ASKED, HANG, PROMPT, Replay, begun, chunk, head, until
 from support.tries import BUSY, LATER, SOON, in_turn, rids
 from support.unreachable import first_bytes, full_house
@@ -55,7 +56,7 @@ async def at_point(speech: Speech, point: str) -> AsyncIterator[tuple[Replay, Cl
         if point == "pause":
             await until(lambda: server.open == 0)
         if point == "drain":
-            call.abort_soon(drain=60)
+            abort_soon(call, drain=60)
             await until(lambda: server.aborts)
         await asyncio.sleep(0.02)
         yield server, client, call

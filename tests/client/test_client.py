@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from streamfold import Client, DecodeError, EngineError, Limits, Retries, StreamTruncated, Timeouts
 from streamfold.client.limits import Slots
+from support.calls import has_ended
 from support.replay import (
     ASKED,
     DONE,
@@ -80,7 +82,7 @@ async def test_a_failure_that_nobody_awaits_is_not_reported_as_never_retrieved(s
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     async with speech.replay(stream(*speech.events(2, finish=None))) as server, speech.client(server.url) as client:
         call = client.start(PROMPT, ASKED)
-        await until(call.ended.done)
+        await until(partial(has_ended, call))
         del call
         gc.collect()
         await asyncio.sleep(0)
@@ -285,7 +287,7 @@ async def test_the_load_is_the_sum_over_all_workers_of_a_router(speech: Speech) 
 async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
     speech: Speech, reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
     async with speech.replay(routes={speech.load_path: reply}) as server, speech.client(server.url) as client:
         with pytest.raises(EngineError):
             await asyncio.wait_for(client.load(), 10)
@@ -294,7 +296,7 @@ async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
 async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(
     speech: Speech, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
     before = asyncio.all_tasks()
     async with speech.replay(routes={speech.load_path: [HANG]}) as slow, speech.replay() as broken:
         workers = answer_json({"workers": [{"url": slow.url}, {"url": broken.url}]})
@@ -363,7 +365,7 @@ async def test_a_closing_that_is_cancelled_goes_on(speech: Speech) -> None:
         with pytest.raises(asyncio.CancelledError):
             await closing
         await client.aclose()
-        assert call.ended.done()
+        assert has_ended(call)
         await until(lambda: server.open == 0)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import DecodeError, EngineError, Retries, StreamfoldError, StreamTruncated
+from support.calls import runner_of
 from support.replay import (
     ASKED,
     DONE,
@@ -212,11 +213,11 @@ async def test_a_redirect_is_not_followed(speech: Speech, status: int) -> None:
     [
         (answer(b"<html>proxy login</html>", kind="text/html"), "text/html"),
         (answer(b'{"text":"whole","meta_info":{}}'), "application/json"),
-        (answer(b"data: 1\n\n", kind=None), "no type"),
+        (answer(b"data: 1\n\n", kind=None), "no content type"),
         (answer(gzip.compress(b"data: {}\n\n"), kind="text/event-stream", content_encoding="gzip"), "gzip"),
         (answer(b"", 204, kind=None), "empty reply"),
     ],
-    ids=["html", "json", "no type", "gzip", "no content"],
+    ids=["html", "json", "no content type", "gzip", "no content"],
 )
 async def test_a_reply_that_is_no_plain_event_stream_is_an_engine_error_that_says_what_it_is(
     speech: Speech, steps: list[Step], named: str
@@ -361,7 +362,7 @@ async def test_a_panic_or_any_other_fault_below_reaches_who_awaits_the_call(spee
         def burst(chunk: bytes) -> None:
             raise Fault("burst")
 
-        call._attempt._take_in = burst  # type: ignore[method-assign]
+        runner_of(call)._attempt._feed = burst  # type: ignore[method-assign]
         with pytest.raises(StreamfoldError, match="burst"):
             await call
         assert client.running == []

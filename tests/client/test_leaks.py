@@ -20,6 +20,7 @@ from conftest import LOOPS
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
 from streamfold.client.transport import Connection
 from streamfold.loopback.http.server import Loopback
+from support.calls import abort_soon, has_ended
 from support.leftovers import open_files, settled
 from support.paths import DATA
 from support.replay import DONE, HANG, PROMPT, Replay, Step, chunk, events, head, stream, until
@@ -60,7 +61,7 @@ async def disturb(client: Client, dice: random.Random, asked: dict[str, Any]) ->
     waiter = asyncio.ensure_future(_wait(call))
     await asyncio.sleep(delay)
     if "abort" in how:
-        call.abort_soon()
+        abort_soon(call)
     else:
         waiter.cancel()
     if how not in {"abort", "cancel"}:
@@ -71,7 +72,7 @@ async def disturb(client: Client, dice: random.Random, asked: dict[str, Any]) ->
             waiter.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await waiter
-    assert call.ended.done()
+    assert has_ended(call)
     assert len((await call).token_ids) == call.token_count
 
 
@@ -158,7 +159,7 @@ async def test_a_client_that_is_closed_in_the_middle_of_a_storm_leaves_nothing(e
                 waiter.cancel()
         ends = await asyncio.gather(*waiters, return_exceptions=True)
         assert not [end for end in ends if isinstance(end, Exception)]
-        assert all(call.ended.done() for call in calls)
+        assert all(has_ended(call) for call in calls)
     await until(lambda: asyncio.all_tasks() == tasks)
     await until(lambda: open_files() <= files)
 
@@ -196,7 +197,7 @@ def test_a_loop_that_ends_while_calls_run_ends_them_and_tells_the_engine(
 
     run_to_the_end(factory, main())
     gc.collect()
-    assert all(call.ended.done() for call in calls)
+    assert all(has_ended(call) for call in calls)
     assert {call.rid for call in calls[:3]} <= set(engine.stats().aborts)
     assert not caplog.records
     assert not recwarn.list

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from streamfold import Client, EngineError, Limits
+from support.calls import abort_soon, has_ended
 from support.leftovers import open_files
 from support.replay import (
     END,
@@ -61,7 +62,7 @@ async def test_an_abort_never_closes_a_connection_that_another_call_has_taken_ov
             second = await begun(client)
             assert (await abort).token_ids.tolist() == [1, 2]
             await asyncio.sleep(0.05)
-            assert not second.ended.done()
+            assert not has_ended(second)
             assert (await second.abort()).token_ids.tolist() == [1, 2]
 
 
@@ -123,7 +124,7 @@ async def test_a_cutter_that_is_cancelled_still_closes() -> None:
     async with Replay(RUNNING) as server, Client(server.url) as client:
         call = await begun(client)
         before = asyncio.all_tasks()
-        call.abort_soon()
+        abort_soon(call)
         (cutter,) = asyncio.all_tasks() - before
         cutter.cancel()
         assert (await asyncio.wait_for(call.abort(), 5)).token_ids.tolist() == [1, 2]
@@ -144,8 +145,8 @@ def test_a_pool_in_which_calls_would_wait_for_their_aborts_is_refused(most: int)
 async def test_workers_that_a_router_forgets_for_a_moment_are_still_told(
     reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._WORKERS_LAST", 0.0)
-    monkeypatch.setattr("streamfold.client.control._FAILURE_LASTS", 0.0)
+    monkeypatch.setattr("streamfold.client.control._WORKERS_TTL", 0.0)
+    monkeypatch.setattr("streamfold.client.control._FAILED_WORKERS_TTL", 0.0)
     async with Replay(RUNNING) as worker, Replay(RUNNING) as router:
         router.routes["/workers"] = answer_json({"workers": [{"url": worker.url}]})
         async with Client(router.url) as client:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Client, EngineTimeout, Limits, Retries, StreamfoldError, Timeouts
+from support.calls import has_ended, runner_of, wait_for_end
 from support.leftovers import open_files, settled
 from support.replay import (
     ASKED,
@@ -80,7 +81,7 @@ async def test_a_call_that_pauses_gives_its_slot_back(speech: Speech) -> None:
         server.routes[speech.path] = in_turn(server, BUSY, speech.whole)
         pausing = client.start(PROMPT, ASKED)
         assert (await asyncio.wait_for(client.generate(PROMPT, ASKED), 10)).finish_reason == "stop"
-        assert not pausing.ended.done()
+        assert not has_ended(pausing)
         await pausing.abort()
 
 
@@ -92,10 +93,10 @@ async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_s
     aborting = False
     async with speech.replay(reply) as server, speech.client(server.url, retries=LATER) as client:
         call = client.start(PROMPT, ASKED, aborted=lambda: aborting)
-        waiter = asyncio.ensure_future(call.wait([call]))
+        waiter = asyncio.ensure_future(wait_for_end(call))
         await until(lambda: server.generates and server.open == 0)
         await asyncio.sleep(0.02)
-        assert not call.ended.done()
+        assert not has_ended(call)
         if how == "abort":
             assert await asyncio.wait_for(call.abort(), 2) is await call
         elif how == "abort_all":
@@ -126,7 +127,7 @@ async def test_an_abort_while_a_failed_try_is_being_cleared_away_is_a_result_and
         async with speech.client(server.url, retries=SOON, timeouts=Timeouts(first_token=0.1)) as client:
             call = client.start(PROMPT, ASKED)
             await until(lambda: server.aborts)
-            assert not call.ended.done()
+            assert not has_ended(call)
             generation = await asyncio.wait_for(call.abort(), 5)
             assert (generation.finish_reason, len(generation.token_ids)) == (None, 0)
             assert await call is generation
@@ -168,7 +169,7 @@ FAULTS: tuple[Spoken, ...] = (
 async def ended_somehow(client: Client, dice: random.Random) -> None:
     """One call among random faults, which may be aborted or cancelled at any moment of it."""
     call = client.start(PROMPT, ASKED)
-    waiter = asyncio.ensure_future(call.wait([call]))
+    waiter = asyncio.ensure_future(wait_for_end(call))
     if dice.random() < 0.5:
         await asyncio.sleep(dice.uniform(0, 0.15))
         how = dice.choice(["abort", "cancel", "cancel twice"])
@@ -180,8 +181,8 @@ async def ended_somehow(client: Client, dice: random.Random) -> None:
                 await asyncio.sleep(0)
                 waiter.cancel()
     await asyncio.wait([waiter])
-    assert call.ended.done()
-    ids = call.ended.result().token_ids.tolist()
+    assert has_ended(call)
+    ids = runner_of(call).ended.result().token_ids.tolist()
     assert ids in ([], [1], [1, 2], [1, 2, 3]), "tokens of two tries got mixed"
     if not call.aborting and ids != [1, 2, 3]:
         with pytest.raises(StreamfoldError):

@@ -17,6 +17,7 @@ import pytest
 
 from streamfold import Client, Sample, complete
 from streamfold.loopback import Loopback
+from support.calls import has_ended
 from support.replay import until
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ async def test_after_aborts_at_any_moment_the_server_comes_to_rest(client: Clien
         calls = [client.start(PROMPT, {**GREEDY, "max_new_tokens": 2000}) for _ in range(4)]
         await asyncio.sleep(0.01 * round_)
         await client.abort_all()
-        assert all(call.ended.done() for call in calls)
+        assert all(has_ended(call) for call in calls)
     await at_rest(client)
     assert (await client.generate(PROMPT, {**GREEDY, "max_new_tokens": 4})).finish_reason == "length"
 

@@ -10,6 +10,7 @@ import pytest
 
 from streamfold import Limits, Running, StreamTruncated
 from streamfold.client.limits import Slots
+from support.calls import has_ended
 from support.replay import (
     ASKED,
     DONE,
@@ -141,10 +142,10 @@ async def test_a_snapshot_can_be_taken_at_any_moment_and_sent_elsewhere(speech: 
         calls = [client.start(PROMPT, ASKED) for _ in range(40)]
         while seen := client.running:
             assert all(type(running) is Running for running in seen)
-            assert [running.rid for running in seen] == [call.rid for call in calls if not call.ended.done()]
+            assert [running.rid for running in seen] == [call.rid for call in calls if not has_ended(call)]
             assert pickle.loads(pickle.dumps(seen)) == seen
             await asyncio.sleep(0)
-        assert all(call.ended.done() for call in calls)
+        assert all(has_ended(call) for call in calls)
 
 
 async def test_a_failed_call_leaves_the_registry_with_its_error(speech: Speech) -> None:

@@ -18,14 +18,14 @@ from support.speaking import SGLANG, VLLM, Speech
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from streamfold import Call
+    from streamfold.client.runner import CallRunner
     from support.replay import Step
 
 
 ABORTED, COMPLETED, TRUNCATED = Sample.Status.ABORTED, Sample.Status.COMPLETED, Sample.Status.TRUNCATED
 
 
-def calls_of(client: Client) -> Iterable[Call]:
+def calls_of(client: Client) -> Iterable[CallRunner]:
     assert client._session is not None
     return client._session.calls.values()
 

@@ -15,7 +15,7 @@ import httpx
 import orjson
 
 from streamfold._core import Experts, Generation, Parser
-from streamfold.client.urls import base_url
+from streamfold.client.urls import normalize_base_url
 from streamfold.engines.detect import ENGINES
 from streamfold.errors import DecodeError, StreamfoldError
 
@@ -155,7 +155,7 @@ async def record(
     try:
         async with (
             httpx.AsyncClient(trust_env=False, timeout=timeout) as client,
-            client.stream("POST", base_url(url) + path, json=recording.request, headers=sent) as response,
+            client.stream("POST", normalize_base_url(url) + path, json=recording.request, headers=sent) as response,
         ):
             recording.status = response.status_code
             recording.headers = dict(response.headers)

@@ -1,4 +1,4 @@
-"""One try of a call: a request from its leaving to the last byte that is read of its reply, however it ends."""
+"""Attempt: one try of a call, from opening its connection to the last byte of the response that is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import httpx
 
 from streamfold.client.limits import Deadline
-from streamfold.client.responses import is_stream, refusal
+from streamfold.client.responses import error_from_response, is_stream
 from streamfold.client.transport import Connection, Stopped
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempt"]
 
-# After the terminal event the body is read to its end, so that a clean end never looks like a client that left.
-_REST_SECONDS = 1.0
-_REST_BYTES = 1 << 16
-_TELL_SECONDS = 1.0  # how long a cut waits for the engine's word before it closes the socket ...
-_HASTE_SECONDS = 0.1  # ... and in haste: engines that see the socket close first may let the request run on
+# After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
+_TRAILING_SECONDS = 1.0
+_TRAILING_BYTES = 1 << 16
+_ABORT_REPLY_SECONDS = 1.0  # how long an abort waits for the engine's reply before it closes the socket ...
+_HURRIED_REPLY_SECONDS = 0.1  # ... and without a drain: engines that see the socket close first may not abort
 
-_BROKEN = (httpx.TransportError, OSError)  # httpx lets some errors of TLS through, and transports may be anybody's
+_NETWORK_ERRORS = (httpx.TransportError, OSError)  # httpx lets some TLS errors through, as may other transports
 
-_Phase = Literal["first_token", "next_token", "rest"]
+_Phase = Literal["first_token", "next_token", "trailing"]
 
 
 class Attempt:
-    """One request under one request id, with a parser and a connection of its own.
+    """One request under one request id, with its own parser and connection.
 
-    :meth:`run` belongs to the call's pump, which alone touches the response and the parser and is never cancelled:
-    whatever ends it early says so with :meth:`cut`, which closes the connection under it.
+    :meth:`run` is awaited by the call's pump, which alone touches the response and the parser and is never cancelled.
+    :meth:`abort` ends it early, by closing the connection under it.
 
     Attributes:
         rid: the request id.
-        error: what it failed with. It never comes out of :meth:`run`.
+        error: what it failed with; :meth:`run` does not raise it.
         sent_at, first_token_at, last_token_at: by the loop's clock; infinite until then.
     """
 
@@ -66,18 +66,18 @@ class Attempt:
         self._loop = loop = asyncio.get_running_loop()
 
         self._connection = Connection(transport, on_sent=self._on_sent)
-        self._is_aborted: Callable[[], bool] = _never
+        self._check_abort: Callable[[], bool] = _never
         self._sent = False
-        self._engine_busy = False  # whether the engine may be working on it, for all that we know
+        self._engine_busy = False  # whether the engine may be working on it
         self._engine_done: asyncio.Future[None] = loop.create_future()
-        self._answered: asyncio.Future[None] = loop.create_future()  # the headers have come, or never will
-        self._over: asyncio.Future[None] = loop.create_future()  # nothing more will be read
-        self._rest_bytes = 0
-        self._deaf = False  # the parser has failed; the connection is being closed
+        self._responded: asyncio.Future[None] = loop.create_future()  # headers were received, or never will be
+        self._ended: asyncio.Future[None] = loop.create_future()  # nothing more is read
+        self._trailing_bytes = 0
+        self._parser_failed = False  # the connection is being closed
 
-        self._cut = False
-        self._cutter: asyncio.Task[None] | None = None
-        self._haste: asyncio.Future[None] = loop.create_future()
+        self._aborting = False
+        self._abort_task: asyncio.Task[None] | None = None
+        self._hurry: asyncio.Future[None] = loop.create_future()
 
         self._phase: _Phase = "first_token"
         self._deadline = Deadline(self._expired)
@@ -88,100 +88,100 @@ class Attempt:
         return self._parser.token_count if self._generation is None else len(self._generation.token_ids)
 
     @property
-    def opening(self) -> bool:
-        """Whether it is connecting, which only the connect time-out can end."""
-        return self._connection.opening and not self._over.done()
+    def connecting(self) -> bool:
+        """Whether the connection is being opened, which only the connect timeout can end."""
+        return self._connection.connecting and not self._ended.done()
 
-    async def run(self, request: httpx.Request, is_aborted: Callable[[], bool]) -> None:
-        """Send ``request`` and take the reply in, to its end.
+    async def run(self, request: httpx.Request, check_abort: Callable[[], bool]) -> None:
+        """Send ``request`` and read the response to its end.
 
         Args:
             request: must hold :attr:`rid`.
-            is_aborted: asked when the connection stands and the next step is to send, and again once it is sent. The
-                request does not leave if it is True; if it becomes true later, it must see to the cut itself.
+            check_abort: whether the call is being aborted. Called right before the request is sent, which does not
+                leave if this is true, and again right after. It calls :meth:`abort` itself.
         """
-        self._is_aborted = is_aborted
+        self._check_abort = check_abort
         try:
             await self._exchange(request)
         except Stopped:
             pass
-        except Exception as error:  # noqa: BLE001  # it belongs to those who await the call
+        except Exception as error:  # noqa: BLE001  # raised to those who await the call
             self.fail(error)
-        except BaseException as error:  # somebody tears the loop down, or a panic
-            self.fail(StreamfoldError(f"the call broke off: {error!r}"))
+        except BaseException as error:  # the event loop is torn down, or Rust panicked
+            self.fail(StreamfoldError(f"the call was interrupted: {error!r}"))
             raise
         finally:
-            self._is_aborted = _never
-            self._has_answered()
-            self._over.set_result(None)
+            self._check_abort = _never
+            self._set_responded()
+            self._ended.set_result(None)
             self._deadline.set(None)
 
     async def finish(self) -> Generation:
-        """Wait, after :meth:`run`, until the engine has been told to end it, if it has to be told; what has arrived."""
-        if self._cutter is not None:
-            await asyncio.wait({self._cutter})
+        """After :meth:`run`: wait until an abort request has been sent, if one has to be; return what was received."""
+        if self._abort_task is not None:
+            await asyncio.wait({self._abort_task})
         return self.take()
 
     def take(self) -> Generation:
-        """Give what has arrived; nothing more is taken in afterwards."""
+        """Return what was received. Nothing more is parsed afterwards."""
         if self._generation is None:
             self._generation = generation = self._parser.take()
             if isinstance(self.error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
-                self.error = None  # it was slow, and has come to its end while we gave up
+                self.error = None  # the terminal event arrived during the abort
         return self._generation
 
     # Ending early.
 
-    def cut(self, drain: float) -> None:
-        """End it, and go on reading for so many seconds. One that is being ended already, or is over, stays as it is.
+    def abort(self, drain: float) -> None:
+        """Abort the request at the engine, read on for ``drain`` seconds, close. Idempotent.
 
-        The engine is told first; the socket is closed when it has answered, or after a second.
+        The abort request is sent first. The socket is closed when the engine has answered, or after 1 s.
         """
-        if self._cut or self._over.done():
+        if self._aborting or self._ended.done():
             return
-        self._cut = True
+        self._aborting = True
         if self._sent:
-            self._cutter = self._loop.create_task(self._cut_off(drain))
-            self._cutter.add_done_callback(self._after_cutter)
+            self._abort_task = self._loop.create_task(self._abort_and_close(drain))
+            self._abort_task.add_done_callback(self._after_abort)
         else:
             self._connection.close_soon()
 
-    def hasten(self) -> None:
-        """End the drain of a cut that is under way, and hardly wait for the engine's answer."""
-        if not self._haste.done():
-            self._haste.set_result(None)
+    def end_drain(self) -> None:
+        """End an abort's drain, and shorten its wait for the engine's answer."""
+        if not self._hurry.done():
+            self._hurry.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Let it end with ``error``; a cut that is under way, or an earlier error, comes first."""
-        if self._cut:
+        """End with ``error``, unless it failed before or is being aborted."""
+        if self._aborting:
             return
         self.error = self.error or error
         if self._engine_busy:
-            self.cut(0.0)
+            self.abort(0.0)
 
-    async def _cut_off(self, drain: float) -> None:
-        """Tell the engine, let the rest come in while it may, close."""
-        begun = self.token_count > 0
-        tell = self._control.tell(self.rid, ended=self._engine_done, answered=self._answered, begun=begun)
+    async def _abort_and_close(self, drain: float) -> None:
+        sending = self._control.send_abort(
+            self.rid, done=self._engine_done, responded=self._responded, has_tokens=self.token_count > 0
+        )
         try:
-            await self._patiently(_TELL_SECONDS, tell, self._haste)
-            if self._haste.done():
-                await self._patiently(_HASTE_SECONDS, tell)
-            await self._patiently(drain, self._over, self._haste)
+            await self._wait_for_any(_ABORT_REPLY_SECONDS, sending, self._hurry)
+            if self._hurry.done():
+                await self._wait_for_any(_HURRIED_REPLY_SECONDS, sending)
+            await self._wait_for_any(drain, self._ended, self._hurry)
         finally:
             await self._connection.close()
 
-    def _after_cutter(self, cutter: asyncio.Task[None]) -> None:
-        if cutter.cancelled() and not self._over.done():
-            self._connection.close_soon()  # it may not have got to its first step
+    def _after_abort(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() and not self._ended.done():
+            self._connection.close_soon()  # it may have been cancelled before its first step
 
     @staticmethod
-    async def _patiently(seconds: float, *events: asyncio.Future[None]) -> None:
-        if seconds > 0 and not any(event.done() for event in events):
-            await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    async def _wait_for_any(seconds: float, *futures: asyncio.Future[None]) -> None:
+        if seconds > 0 and not any(future.done() for future in futures):
+            await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
-    def _end_rest(self) -> None:
-        """Enough of a body that does not end."""
+    def _end_trailing(self) -> None:
+        """Stop reading a body that does not end."""
         if self.error is not None:
             self.fail(self.error)
         else:
@@ -197,117 +197,119 @@ class Attempt:
             raise
         except httpx.ConnectTimeout as error:
             raise EngineTimeout(
-                f"{url} took no connection within {self._timeouts.connect} s (Timeouts.connect)", phase="connect"
+                f"no connection to {url} within {self._timeouts.connect} s (Timeouts.connect)", phase="connect"
             ) from error
         except Exception as error:
-            raise EngineError(f"no reply from {url}: {_words(error)}", retryable=_may_pass(error)) from error
-        self._has_answered()
-        self._is_aborted()
+            raise EngineError(f"no reply from {url}: {_describe(error)}", retryable=_is_transient(error)) from error
+        self._set_responded()
+        self._check_abort()
         if not is_stream(response):
-            raise await self._refusal(response)
-        broken: Exception | None = None
+            raise await self._read_error(response)
+        read_error: Exception | None = None
         try:
-            await self._connection.read(response, self._take_in)
-        except Exception as error:  # noqa: BLE001  # raised below, unless the answer is whole
-            broken = error
+            await self._connection.read(response, self._feed)
+        except Exception as error:  # noqa: BLE001  # raised below, unless the terminal event was received
+            read_error = error
         else:
-            if self.error is not None and not self._cut:
-                self._engine_busy = False  # it said no, and ended the body properly
+            if self.error is not None and not self._aborting:
+                self._engine_busy = False  # it sent an error event and ended the body
         try:
-            self._parser.close(aborted=self._cut)
+            self._parser.close(aborted=self._aborting)
         except StreamTruncated as error:
-            if broken is None or isinstance(broken, _BROKEN):
-                raise error from broken
-            raise EngineError(f"reading from {url} failed: {_words(broken)}", retryable=False) from broken
+            if read_error is None or isinstance(read_error, _NETWORK_ERRORS):
+                raise error from read_error
+            raise EngineError(f"reading from {url} failed: {_describe(read_error)}", retryable=False) from read_error
 
-    def _has_answered(self) -> None:
-        if not self._answered.done():
-            self._answered.set_result(None)
+    def _set_responded(self) -> None:
+        if not self._responded.done():
+            self._responded.set_result(None)
 
-    def _take_in(self, chunk: bytes) -> None:
-        """Fold the next bytes of the body in."""
-        if self._phase == "rest":
-            self._rest_bytes += len(chunk)
-            if self._rest_bytes > _REST_BYTES:
-                self._end_rest()
-        if self._deaf:
+    def _feed(self, chunk: bytes) -> None:
+        """Parse the next bytes of the body."""
+        if self._phase == "trailing":
+            self._trailing_bytes += len(chunk)
+            if self._trailing_bytes > _TRAILING_BYTES:
+                self._end_trailing()
+        if self._parser_failed:
             return
         try:
-            arrived = self._parser.feed(chunk)
+            new_tokens = self._parser.feed(chunk)
         except StreamfoldError as error:
-            self._deaf = True
-            if self._cut:  # an abort keeps what was good, and has no use for the rest
+            self._parser_failed = True
+            if self._aborting:  # the last good state is the result
                 self._connection.close_soon()
-            elif isinstance(error, EngineError):  # its last word, after which the body should end
+            elif isinstance(error, EngineError):  # an error event, after which the body should end
                 self.error = error
-                self._wait_for("rest", _REST_SECONDS)
+                self._set_phase("trailing", _TRAILING_SECONDS)
             else:
                 self.fail(error)
             return
-        if arrived:
+        if new_tokens:
             self.last_token_at = self._loop.time()
             self.first_token_at = min(self.first_token_at, self.last_token_at)
         if self._parser.finished and not self._engine_done.done():
             self._engine_busy = False
             self._engine_done.set_result(None)
-            self._wait_for("rest", _REST_SECONDS)
-        elif arrived:
-            self._wait_for("next_token", self._timeouts.next_token)
+            self._set_phase("trailing", _TRAILING_SECONDS)
+        elif new_tokens:
+            self._set_phase("next_token", self._timeouts.next_token)
 
-    async def _refusal(self, response: httpx.Response) -> EngineError:
-        """Read the reply that is no stream; the error that it amounts to."""
+    async def _read_error(self, response: httpx.Response) -> EngineError:
+        """Read a response that is no event stream, and return the error that it means."""
         self._engine_busy = response.status_code == 200
         body = bytearray()
 
         def take(chunk: bytes) -> None:
             body.extend(chunk)
-            if len(body) > _REST_BYTES:
-                self._end_rest()
+            if len(body) > _TRAILING_BYTES:
+                self._end_trailing()
 
-        self._wait_for("rest", _REST_SECONDS)
-        with contextlib.suppress(Exception):  # what has come of it tells enough
+        self._set_phase("trailing", _TRAILING_SECONDS)
+        with contextlib.suppress(Exception):  # an incomplete body is enough for the message
             await self._connection.read(response, take)
-        return refusal(response, bytes(body), self._control.engine.hint(response.status_code))
+        return error_from_response(response, bytes(body), self._control.engine.hint(response.status_code))
 
     # Phases.
 
     def _on_sent(self) -> None:
-        """Note that the request leaves: nothing is awaited from here to its first byte.
+        """Called right before the request is sent: nothing is awaited from here to its first byte.
 
         Raises:
-            Stopped: it has been aborted, and does not leave.
+            Stopped: the call is being aborted, and the request does not leave.
         """
-        if self._is_aborted():
+        if self._check_abort():
             raise Stopped
         self._sent = self._engine_busy = True
         self.sent_at = self._loop.time()
-        self._wait_for("first_token", self._timeouts.first_token)
-        self._loop.call_soon(self._is_aborted)  # a flag that was raised in the meantime
+        self._set_phase("first_token", self._timeouts.first_token)
+        self._loop.call_soon(self._check_abort)  # the host's flag may have been set meanwhile
 
-    def _wait_for(self, phase: _Phase, seconds: float | None) -> None:
+    def _set_phase(self, phase: _Phase, seconds: float | None) -> None:
         self._phase = phase
         self._deadline.set(seconds)
 
     def _expired(self) -> None:
-        if self._phase == "rest":
-            self._end_rest()
+        if self._phase == "trailing":
+            self._end_trailing()
         else:
             limit = getattr(self._timeouts, self._phase)
-            what = self._phase.replace("_", " ")
-            self.fail(EngineTimeout(f"no {what} within {limit:g} s (Timeouts.{self._phase})", phase=self._phase))
+            awaited = self._phase.replace("_", " ")
+            self.fail(EngineTimeout(f"no {awaited} within {limit:g} s (Timeouts.{self._phase})", phase=self._phase))
 
 
 def _never() -> bool:
     return False
 
 
-def _words(error: Exception) -> str:
-    return (str(error) or type(error).__name__) if isinstance(error, _BROKEN) else repr(error)
+def _describe(error: Exception) -> str:
+    return (str(error) or type(error).__name__) if isinstance(error, _NETWORK_ERRORS) else repr(error)
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether a request that met such an error before its headers may fare better later."""
-    if not isinstance(error, _BROKEN) or isinstance(error, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)):
+def _is_transient(error: Exception) -> bool:
+    """Whether a request that failed like this before its response headers is worth a retry."""
+    if not isinstance(error, _NETWORK_ERRORS) or isinstance(
+        error, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+    ):
         return False
     cause: BaseException | None = error
     while cause is not None:

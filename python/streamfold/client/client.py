@@ -1,4 +1,4 @@
-"""The client: it starts calls, bounds how many run, and ends them."""
+"""Client: sends generation requests to one inference engine or router, limits how many run, and aborts them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import httpx
 import numpy as np
 import orjson
 
-from streamfold._core import Generation, Parser, __version__
+from streamfold._core import Generation, __version__
+from streamfold.client._internal import ClientInternals
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.attempt import Attempt
-from streamfold.client.call import Call, RetryLog
+from streamfold.client.call import Call
 from streamfold.client.control import EngineControl
 from streamfold.client.limits import Limits, Retries, Slots, Timeouts, check_seconds
-from streamfold.client.transport import chosen
-from streamfold.client.urls import base_url as normalised
-from streamfold.client.urls import bearer
+from streamfold.client.request import CallRequest
+from streamfold.client.runner import CallRunner, RetryLog
+from streamfold.client.transport import transport_factory
+from streamfold.client.urls import bearer, normalize_base_url
 from streamfold.engines.base import RequestOptions, token_array
 from streamfold.engines.detect import ENGINES, detect
 from streamfold.engines.sglang import Sglang
@@ -32,26 +34,26 @@ if TYPE_CHECKING:
 
     from streamfold._core import Experts
     from streamfold._types import Tokenizer
-    from streamfold.engines.base import EngineSpec, TokenIds
+    from streamfold.engines.base import TokenIds
 
 __all__ = ["Client", "Running"]
 
-_STARTS = 64  # in one pass of the event loop: a start costs up to a millisecond of CPU
+_STARTS_PER_PASS = 64  # of the event loop: a start costs up to a millisecond of CPU
 
 
 @dataclass(frozen=True)
 class Running:
-    """What one call was doing when it was looked at.
+    """A snapshot of one running call, from :attr:`Client.running`.
 
     Attributes:
-        rid: the request id of its current try.
-        engine: the base URL that it was sent to.
-        age: seconds since its start, waits for a slot and pauses included.
-        token_count: tokens so far.
-        tokens_per_second: tokens per second since the request of the current try was sent.
-        ttft: seconds from the sending to the first token; None before it.
-        last_event: seconds since the last event that brought a token; None before it.
-        tries: tries begun; 0 while it waits for its first slot.
+        rid: request id of its current try.
+        engine: base URL that the request was sent to.
+        age: seconds since the start, waits for a slot and retry pauses included.
+        token_count: tokens received so far.
+        tokens_per_second: tokens per second since the current try's request was sent.
+        ttft: time to first token: seconds from sending the current try's request. None before the first token.
+        last_event: seconds since the last event that brought a token. None before the first.
+        tries: tries so far, the current one included; 0 while the call waits for its first slot.
     """
 
     rid: str
@@ -66,44 +68,58 @@ class Running:
 
 @dataclass
 class _Session:
-    """All that is bound to one event loop, from the first use of a client to its ``aclose``."""
+    """All that is bound to one event loop, from a client's first use to its ``aclose``."""
 
     loop: asyncio.AbstractEventLoop
     control: EngineControl
     slots: Slots
-    calls: dict[str, Call] = field(default_factory=dict)  # by the id of the current try
+    calls: dict[str, CallRunner] = field(default_factory=dict)  # by the request id of the current try
     pumps: set[asyncio.Task[None]] = field(default_factory=set)
     closing: asyncio.Task[None] | None = None
 
+    def new_rid(self, rid: str | None) -> str:
+        """A caller's request id, checked; None: a new one."""
+        if rid is None:
+            return uuid.uuid4().hex
+        if not rid:
+            raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
+        if rid in self.calls:
+            raise ValueError(f"rid {rid!r} is in use by a running call: give each call its own, or none")
+        return rid
+
+    def start(self, runner: CallRunner, request: CallRequest) -> None:
+        pump = runner.start(request.with_rid)
+        self.pumps.add(pump)
+        pump.add_done_callback(self.pumps.discard)
+
 
 class Client:
-    """Asks one inference engine, or the engines behind one router, for generations.
+    """Sends generation requests to one inference engine, or to the engines behind one router.
 
-    A client makes nothing until it is used, so it may be made before a fork and outside an event loop. Its first use
-    binds it to the running loop, :meth:`aclose` frees it again. Environment variables (proxies, ``NO_PROXY``) do
-    not affect it, redirects are not followed, and no cookies are kept.
+    Creating a client opens nothing, so it may be created before a fork and outside an event loop. Its first use binds
+    it to the running event loop until :meth:`aclose`. It ignores environment variables (proxies, ``NO_PROXY``),
+    follows no redirects and keeps no cookies.
 
     Args:
-        base_url: the engine's or router's address, with or without a path: ``http://10.0.0.1:30000``, ``[::1]:30000``.
-        engine: how it is spoken to: ``"sglang"``, ``"vllm"`` (its token endpoint), ``"vllm-completions"``, ``"auto"``:
-            the server is asked, on entering ``async with`` or by :meth:`discover`.
-        tokenizer: kept for those who write samples, as :attr:`tokenizer`; the client itself needs none.
-        headers: sent with every request, in addition to those that the client needs.
+        base_url: the engine's or router's address: ``http://10.0.0.1:30000``, ``[::1]:30000``, ``https://host/path``.
+        engine: ``"sglang"``, ``"vllm"`` (its token endpoint), ``"vllm-completions"``, or ``"auto"``: ask the server
+            on entering ``async with``, or by :meth:`discover`.
+        tokenizer: turns ids into text for ``complete()`` and rollouts. The client itself needs none.
+        headers: added to every request.
         api_key: sent as a bearer token.
-        timeouts: how long each phase of a try may last.
-        retries: how often a call that fails before its first token is tried, and the pauses in between.
-        limits: how much may be done at once.
-        experts: how routed experts are written; given, every call asks for them.
-        vocab_size: one more than the largest id that the engine takes. Some servers die of others; given, they are
-            refused here.
-        clamped: what to do with a logprob that is the engine's stand-in for minus infinity: ``"raise"`` a
-            ``DecodeError``, or ``"keep"`` and count it.
-        transport: ``"httpx"``, or a transport of your own, for TLS with a private authority
+        timeouts: for each phase of a try.
+        retries: how often a call that fails before its first token is retried, and the pauses in between.
+        limits: how many calls run at once, and the longest event.
+        experts: the shape of routed experts. If given, every call requests them.
+        vocab_size: if given, prompts with larger ids are refused here; some servers crash on them.
+        clamped: for a logprob that is the engine's stand-in for minus infinity: ``"raise"`` a ``DecodeError``, or
+            ``"keep"`` and count it.
+        transport: ``"httpx"``, or your own transport for a private certificate authority
             (``httpx.AsyncHTTPTransport(verify=context, limits=httpx.Limits(max_keepalive_connections=0))``), Unix
-            sockets or tests. It carries all requests, and its own pool must not be what they wait for.
+            sockets or tests. It carries all requests; its pool must have room for all calls and their aborts.
 
     Raises:
-        ValueError: an unknown ``engine``, ``transport`` or ``clamped``, or an address or a key that is none.
+        ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, or ``base_url`` or ``api_key`` is invalid.
     """
 
     def __init__(
@@ -126,52 +142,70 @@ class Client:
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}, auto")
         if clamped not in ("raise", "keep"):
             raise ValueError(f'clamped must be "raise" or "keep", not {clamped!r}')
-        self._base = normalised(base_url)
-        self._engine = None if engine == "auto" else ENGINES[engine]()
+        self._base_url = normalize_base_url(base_url)
         self._vocab_size = vocab_size
         self._headers = httpx.Headers({"Accept": "*/*", "User-Agent": f"streamfold/{__version__}"})
         if api_key is not None:
             self._headers["Authorization"] = bearer(api_key)
         self._headers.update(headers)
-        self._tokenizer = tokenizer
-        self._timeouts = timeouts
-        self._retries = retries
         self._limits = limits
-        self._experts = experts
         self._clamped: Literal["raise", "keep"] = clamped
-        self._transport = chosen(transport, limits.calls)
+        self._new_transport = transport_factory(transport, limits.calls)
+        self._internals = ClientInternals(
+            engine=None if engine == "auto" else ENGINES[engine](),
+            timeouts=timeouts,
+            retries=retries,
+            experts=experts,
+            tokenizer=tokenizer,
+        )
         self._retry_log = RetryLog()
-        self._abort_signal = AbortSignal()
         self._session: _Session | None = None
+
+    def __client_internals__(self) -> ClientInternals:
+        """For the layers above: see :mod:`streamfold.client._internal`."""
+        return self._internals
+
+    # Settings and state.
 
     @property
     def base_url(self) -> str:
-        """The address in its normal form, without a trailing slash."""
-        return self._base
+        """The normalized address, without a trailing slash."""
+        return self._base_url
+
+    @property
+    def engine(self) -> str:
+        """The kind of server, as the argument ``engine``; ``"auto"`` until :meth:`discover` has asked it."""
+        engine = self._internals.engine
+        return "auto" if engine is None else engine.name
 
     @property
     def experts(self) -> Experts | None:
-        """How routed experts are written; None: they are not asked for."""
-        return self._experts
+        """The shape of routed experts; None: they are not requested."""
+        return self._internals.experts
 
     @property
     def retries(self) -> Retries:
-        """How often something is asked for again that failed for a while."""
-        return self._retries
+        """How often failures are retried, and after which pauses."""
+        return self._internals.retries
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that was given."""
-        return self._tokenizer
+        return self._internals.tokenizer
+
+    @property
+    def retried(self) -> int:
+        """Retries since the client was created. A retry repeats a request that failed before its first token."""
+        return self._retry_log.count
 
     @property
     def running(self) -> list[Running]:
-        """The calls that have not ended, those that wait for a slot or a next try included, oldest first."""
+        """A snapshot of each call that has not ended, oldest first; calls that wait for a slot or a retry too."""
         calls = self._session.calls.values() if self._session else ()
         return [
             Running(
                 rid=call.rid,
-                engine=self._base,
+                engine=self._base_url,
                 age=call.age,
                 token_count=call.token_count,
                 tokens_per_second=call.tokens_per_second,
@@ -179,8 +213,10 @@ class Client:
                 last_event=call.last_event,
                 tries=call.tries,
             )
-            for call in sorted(calls, key=lambda call: call.started)  # a retried one has moved to the registry's end
+            for call in sorted(calls, key=lambda call: call.started_at)  # a retry moves a call to the registry's end
         ]
+
+    # Calls.
 
     def start(
         self,
@@ -195,96 +231,93 @@ class Client:
         extra: Mapping[str, Any] | None = None,
         aborted: Callable[[], bool] | None = None,
     ) -> Call:
-        """Start one call on the running event loop, at once or as soon as a slot is free, and return.
+        """Start one call on the running event loop and return it; its request is sent when a slot is free.
 
         Args:
-            input_ids: the prompt: a list, tuple or integer array of token ids. None: it is in ``extra`` (text, images);
-                its length is then taken from the engine's word.
-            sampling_params: as the engine has them. Read now, never changed. A budget (``max_new_tokens``) of 0
-                gives an empty generation with finish reason ``"length"``, without a request.
-            rid: the request id of the first try. None: a new one of 32 hex digits, as each later try has. Engines
-                match ids by prefix when they abort, so ids of your own should be of one length.
-            logprobs: whether to ask for the log-probability of each sampled token.
-            top_p: whether to ask for the ids that sampling could choose from (top-p replay).
-            experts_start: the first position whose routed experts are asked for.
-            headers: further headers of this request.
-            extra: further keys of the request's JSON object.
-            aborted: a host's own flag. It is looked at right before each try is sent, and right after: once it is
-                True, no request leaves, and one that has just left is aborted as by :meth:`Call.abort`.
+            input_ids: the prompt's token ids: a list, tuple or integer array. None: ``extra`` holds the prompt (text,
+                images), and the engine reports its length.
+            sampling_params: the engine's own. Read now, never changed. With ``max_new_tokens`` 0 the call gives an
+                empty generation with finish reason ``"length"``, and no request is sent.
+            rid: request id of the first try. None, and for each retry: 32 new hex digits. Engines abort by prefix, so
+                give ids of equal length.
+            logprobs: whether to request the logprob of each sampled token.
+            top_p: whether to request the ids that each token was sampled from (top-p replay).
+            experts_start: first position whose routed experts are requested.
+            headers: added to this call's requests.
+            extra: added to the request's JSON object.
+            aborted: your own flag. While it is true no request leaves, and a request that has just left is aborted as
+                by :meth:`Call.abort`. It is read right before and right after each send, and during retry pauses.
 
         Raises:
-            ValueError: something asked for makes no sense; the message says what.
+            ValueError: an argument is invalid; the message says which.
             TypeError: a value cannot be written as JSON.
             RuntimeError: no event loop is running, the client is bound to another one, or it is being closed.
         """
         session = self._bound()
-        if rid is None:
-            rid = uuid.uuid4().hex
-        elif not rid:
-            raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
-        elif rid in session.calls:
-            raise ValueError(f"rid {rid!r} is in use by a call that runs: give each call its own, or none")
-        engine = self.engine_spec
-        ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
-        if not 0 <= experts_start <= (2**31 if ids is None else len(ids)):
-            raise ValueError(f"experts_start must be a position in the prompt, not {experts_start}")
-        budget = engine.budget(sampling_params)
-        asked = RequestOptions(
-            rid=rid,
+        options = RequestOptions(
+            rid=session.new_rid(rid),
             logprobs=logprobs,
             top_p=top_p,
-            experts=self._experts,
+            experts=self._internals.experts,
             experts_start=experts_start,
             extra=extra,
         )
-        payload = engine.payload(ids, sampling_params, asked)
-        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-        merged = self._with(headers)
-        prompt_len = None if ids is None else len(ids)
-        first = rid
+        request = self._request(input_ids, sampling_params, options, headers)
+        runner = self._runner(session, request, AbortSignal.of(aborted))
+        if request.budget == 0:
+            none = np.empty(0)
+            runner.end_with(Generation(none, none if logprobs else None, finish_reason="length"))
+        else:
+            session.start(runner, request)
+        return Call(runner)
 
-        def attempt(rid: str) -> Attempt:
-            parser = Parser(
-                engine.dialect,
-                logprobs=logprobs,
-                experts=self._experts,
-                prompt_len=prompt_len,
-                experts_start=experts_start,
-                clamped=self._clamped,
-                max_new_tokens=budget,
-                max_event_bytes=self._limits.max_event_bytes,
+    def _request(
+        self,
+        input_ids: TokenIds | None,
+        sampling_params: Mapping[str, Any],
+        options: RequestOptions,
+        headers: Mapping[str, str] | None,
+    ) -> CallRequest:
+        engine = self._internals.engine_spec
+        ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
+        if not 0 <= options.experts_start <= (2**31 if ids is None else len(ids)):
+            raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
+        budget = engine.budget(sampling_params)
+        payload = engine.payload(ids, sampling_params, options)
+        return CallRequest(
+            engine=engine,
+            url=self._base_url + engine.path,
+            headers=self._with(headers),
+            body=orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS),
+            options=options,
+            prompt_len=None if ids is None else len(ids),
+            budget=budget,
+            drain=self._internals.timeouts.drain if engine.asks_side_data(payload) else 0.0,
+            connect_timeout=self._internals.timeouts.connect,
+            clamped=self._clamped,
+            max_event_bytes=self._limits.max_event_bytes,
+        )
+
+    def _runner(self, session: _Session, request: CallRequest, host_abort: AbortSignal) -> CallRunner:
+        def make_attempt(rid: str) -> Attempt:
+            return Attempt(
+                rid,
+                request.parser(),
+                transport=self._new_transport(),
+                control=session.control,
+                timeouts=self._internals.timeouts,
             )
-            return Attempt(rid, parser, transport=self._transport(), control=session.control, timeouts=self._timeouts)
 
-        def request(rid: str) -> httpx.Request:
-            named = merged.copy()
-            named.update(engine.headers(rid))  # in place of a caller's own: of two of a name servers take the first
-            return httpx.Request(
-                "POST",
-                self._base + engine.path,
-                headers=named,
-                content=body if rid == first else engine.rename(body, first, rid),
-                extensions={"timeout": {"connect": self._timeouts.connect}},  # the other phases are Attempt's
-            )
-
-        call = Call(
-            rid,
-            attempt,
-            retries=self._retries,
+        return CallRunner(
+            request.options.rid,
+            make_attempt,
+            retries=self._internals.retries,
             slots=session.slots,
-            calls=session.calls,
-            drain=self._timeouts.drain if engine.asks_side_data(payload) else 0.0,
-            host_abort=AbortSignal.of(aborted),
+            registry=session.calls,
+            drain=request.drain,
+            host_abort=host_abort,
             retry_log=self._retry_log,
         )
-        if budget == 0:
-            none = np.empty(0)
-            call.answer(Generation(none, none if logprobs else None, finish_reason="length"))
-            return call
-        pump = call.run(request)
-        session.pumps.add(pump)
-        pump.add_done_callback(session.pumps.discard)
-        return call
 
     async def generate(
         self,
@@ -302,7 +335,7 @@ class Client:
         """Start a call as :meth:`start` does, and await it. Cancelling this aborts the call.
 
         Raises:
-            StreamfoldError: the call failed; ``.partial`` holds what had been received.
+            StreamfoldError: the call failed; ``.partial`` holds what was received.
         """
         return await self.start(
             input_ids,
@@ -316,75 +349,72 @@ class Client:
             aborted=aborted,
         )
 
-    async def abort_all(self) -> None:
-        """Abort every call that has not ended, as :meth:`Call.abort` does, and wait until all have.
+    # Aborts.
 
-        Drains that are under way are left alone. Other clients of the same engine are not affected. Samples that are
-        being completed are not asked for again, whatever their last call came to.
+    async def abort_all(self) -> None:
+        """Abort every call of this client as :meth:`Call.abort` does, and wait until all have ended.
+
+        Samples that ``complete()`` works on are not resumed. Drains that have started continue. Other clients of the
+        same engine are not affected.
         """
-        self._signal_abort()
+        self._internals.signal_abort()
         calls = list(self._bound().calls.values())
         for call in calls:
             if not call.aborting:
                 call.abort_soon()
-        await Call.wait(calls)
+        await CallRunner.wait(calls)
 
     async def abort_engines(self, seconds: float = 30.0) -> bool:
-        """End every request on the engine, or on all of the router's engines; anybody's, not only ours.
+        """Abort every request on the engine, or on all engines of the router: those of other clients too.
 
-        Each engine is told to end all, and its load is looked at, over and over until it has no request left. Calls
-        of this client that run there end with finish reason ``"abort"``; those that wait for a slot or for another
-        try are not on an engine, and go on: give them ``aborted=``, or call :meth:`abort_all` as well.
+        Each engine gets abort requests, and its load is read, until it is idle. Calls of this client that run there
+        end with finish reason ``"abort"``. Calls that wait for a slot or a retry are on no engine and continue: use
+        ``aborted=``, or :meth:`abort_all` as well.
 
         Args:
-            seconds: how long to go on at most.
+            seconds: the longest time this may take.
 
         Returns:
-            Whether all engines that answer are idle. One that is dead, deaf or does not tell its load is logged, and
-            nothing is raised.
+            Whether all engines that answer are idle. An engine that does not answer or does not report its load is
+            logged; nothing is raised.
         """
         check_seconds("seconds", seconds, optional=False)
         return await self._bound().control.abort_all(seconds)
 
-    @property
-    def engine(self) -> str:
-        """What the server is: see the argument of that name; ``"auto"`` until it has been found out."""
-        return "auto" if self._engine is None else self._engine.name
+    # The server.
 
     async def discover(self) -> str:
-        """Ask the server what it is, as for ``engine="auto"``; :attr:`engine` from now on.
+        """Ask the server which engine it is, as for ``engine="auto"``, and return its name. Sets :attr:`engine`.
 
         Raises:
-            EngineError: it cannot be reached, does not let us in, or is none of those that are known.
+            EngineError: it cannot be reached, refuses access, or is no known engine.
         """
         control = self._bound().control
-        self._engine = control.engine = await detect(control.ask, self._base, control.workers)
-        return self._engine.name
-
-    @property
-    def retried(self) -> int:
-        """How many requests have been made again since the client was made, each before its call's first token."""
-        return self._retry_log.count
+        engine = await detect(control.request, self._base_url, control.workers)
+        self._internals.engine = control.engine = engine
+        return engine.name
 
     async def workers(self) -> list[str]:
-        """Base URLs of the engines: what a router lists, otherwise the client's own."""
+        """Base URLs of the engines: those that a router lists, otherwise the client's own."""
         return await self._bound().control.workers()
 
     async def load(self) -> int:
-        """How many requests run or wait on the engine, or on all of the router's engines; anybody's, not only ours.
+        """Requests that run or wait on the engine, or on all engines of the router: those of other clients too.
 
         Raises:
-            EngineError: an engine could not be reached, or did not say.
+            EngineError: an engine cannot be reached, or does not report its load.
         """
         return await self._bound().control.load()
 
-    async def aclose(self) -> None:
-        """Abort what runs, without draining, and close every connection. The client can be used again afterwards.
+    # Its life.
 
-        Ends when nothing is left: at the latest after the connect time-out, if an engine that takes no connection
-        is being waited for, or after some ten seconds, if one takes them and answers nothing.
+    async def aclose(self) -> None:
+        """Abort all calls without draining and close every connection. The client may be used again afterwards.
+
+        No task and no socket is left. This takes at most the connect timeout while a connection is being opened, and
+        about 10 s if an engine accepts connections and answers nothing.
         """
-        self._signal_abort()
+        self._internals.signal_abort()
         session = self._session
         if session is None:
             return
@@ -397,7 +427,7 @@ class Client:
         await asyncio.shield(session.closing)
 
     async def __aenter__(self) -> Self:
-        if self._engine is None:
+        if self._internals.engine is None:
             try:
                 await self.discover()
             except BaseException:  # there will be no exit, and the next entry may be on another loop
@@ -416,35 +446,15 @@ class Client:
         merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
         return merged
 
-    @property
-    def abort_signal(self) -> AbortSignal:
-        """Set by the next :meth:`abort_all` or :meth:`aclose`; after that there is another one."""
-        return self._abort_signal
-
-    def _signal_abort(self) -> None:
-        ended, self._abort_signal = self._abort_signal, AbortSignal()
-        ended.set()
-
-    @property
-    def engine_spec(self) -> EngineSpec:
-        """The engine's engine_spec, as far as those above a client have to know them.
-
-        Raises:
-            RuntimeError: with ``engine="auto"``, before the server was asked.
-        """
-        if self._engine is None:
-            raise RuntimeError('engine="auto": enter `async with client`, or `await client.discover()` first')
-        return self._engine
-
     def _bound(self) -> _Session:
-        """The session on the running loop, made on first use."""
+        """The session on the running event loop, opened on first use."""
         session = self._session
         if session is None:
             session = self._session = self._open(asyncio.get_running_loop())
         self._check_loop(session)
         if session.closing is not None:
             raise RuntimeError(
-                "the client is being closed; use it again after `await client.aclose()`, or make another"
+                "the client is being closed: use it again after `await client.aclose()`, or create another one"
             )
         return session
 
@@ -452,13 +462,14 @@ class Client:
     def _check_loop(session: _Session) -> None:
         if session.loop is not asyncio.get_running_loop():
             raise RuntimeError(
-                "this client is in use on another event loop: make one client per loop (and per process), or "
+                "this client is in use on another event loop: create one client per loop (and per process), or "
                 "`await client.aclose()` on the old loop first"
             )
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> _Session:
-        control = EngineControl(self._base, self._engine or Sglang(), self._with(None), self._transport())
-        return _Session(loop, control, Slots(self._limits.calls, per_pass=_STARTS))
+        engine = self._internals.engine or Sglang()
+        control = EngineControl(self._base_url, engine, self._with(None), self._new_transport())
+        return _Session(loop, control, Slots(self._limits.calls, per_pass=_STARTS_PER_PASS))
 
     async def _close(self, session: _Session) -> None:
         for call in list(session.calls.values()):

@@ -1,6 +1,6 @@
-"""The requests beside the streams: tell engines to end one request or all, ask for their load, find them.
+"""EngineControl: abort requests, load and worker discovery, on connections apart from the generation streams.
 
-They have a small pool of their own, so that an abort never queues behind the streams it is to end.
+An abort therefore never queues behind the streams that it aborts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import Deadline, Slots
 from streamfold.client.responses import error_message
 from streamfold.client.transport import Connection, Stopped
-from streamfold.client.urls import base_url
+from streamfold.client.urls import normalize_base_url
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
@@ -32,177 +32,186 @@ T = TypeVar("T")
 
 log = logging.getLogger("streamfold")
 
-_AT_ONCE = 32  # for each worker, so that one that hangs does not keep the others from being told
-_SECONDS = 3.0  # for a small request, from the connect to the end of its reply
-_LONGEST_REPLY = 1 << 20
-_REPEAT_AFTER = 0.075  # an engine forgets an abort that comes before its request is in
-_UNDER_WAY = 0.5  # seconds that a request may take to its engine, behind a router that is busy
-_WORKERS_LAST = 10.0  # routers gain and lose workers
-_FAILURE_LASTS = 1.0
-_SWEEP_AGAIN = 0.25  # seconds between two sweeps of a server abort
-_NOT_THERE = (403, 404, 405)
-_FAILURES = 2  # in a row, after which a worker counts as gone
+_MAX_CONCURRENT = 32  # requests to each worker, so that one that hangs does not delay aborts at the others
+_TIMEOUT_SECONDS = 3.0  # for one request, from the connect to the end of its response
+_MAX_RESPONSE_BYTES = 1 << 20
+_REPEAT_SECONDS = 0.075  # an engine ignores an abort that arrives before the request
+_TRANSIT_SECONDS = 0.5  # that a request may take to its engine through a busy router
+_WORKERS_TTL = 10.0  # seconds; routers gain and lose workers
+_FAILED_WORKERS_TTL = 1.0
+_SWEEP_SECONDS = 0.25  # between two rounds of an abort of all requests
+_NO_ENDPOINT = (403, 404, 405)
+_MAX_FAILURES = 2  # in a row, after which a worker counts as dead
 
 
-class _NotThere(EngineError):
-    """A server has no such endpoint, or does not let us at it."""
+class _EndpointMissing(EngineError):
+    """The server does not have this endpoint, or denies access to it."""
 
 
 class EngineControl:
-    """Speaks to one engine, or to each worker behind a router. Bound to the running event loop.
+    """Sends control requests to one engine, or to each worker behind a router. Bound to the running event loop.
 
     Args:
-        base: the normalised base URL of the engine or router.
-        engine: how the engine is spoken to.
-        headers: sent with each request.
-        transport: where requests go; closed by :meth:`aclose`.
+        base_url: the normalized base URL of the engine or router.
+        engine: engine-specific paths and payloads. May be replaced.
+        headers: added to each request.
+        transport: carries the requests; closed by :meth:`aclose`.
     """
 
     def __init__(
-        self, base: str, engine: EngineSpec, headers: httpx.Headers, transport: httpx.AsyncBaseTransport
+        self, base_url: str, engine: EngineSpec, headers: httpx.Headers, transport: httpx.AsyncBaseTransport
     ) -> None:
-        self._base = base
+        self._base_url = base_url
         self.engine = engine
         self._headers = headers
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._slots: defaultdict[str, Slots] = defaultdict(lambda: Slots(_AT_ONCE))
+        self._slots: defaultdict[str, Slots] = defaultdict(lambda: Slots(_MAX_CONCURRENT))
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._search: asyncio.Task[list[str]] | None = None
-        self._search_again = 0.0
-        self._known = [base]
-        self._reported: set[str] = set()
-        self._gave_up: set[str] = set()
-        self._missing: set[tuple[str, str]] = set()  # paths that a worker does not have
+        self._workers_task: asyncio.Task[list[str]] | None = None
+        self._workers_expire_at = 0.0
+        self._workers = [base_url]  # as last found
+        self._warned_abort: set[str] = set()  # workers whose failed aborts were logged
+        self._warned_abort_all: set[str] = set()
+        self._missing: set[tuple[str, str]] = set()  # workers, and paths that they do not have
         self._closed = False
 
-    def tell(
-        self, rid: str, *, ended: asyncio.Future[None], answered: asyncio.Future[None], begun: bool
+    def send_abort(
+        self, rid: str, *, done: asyncio.Future[None], responded: asyncio.Future[None], has_tokens: bool
     ) -> asyncio.Task[None]:
-        """Tell every worker to end ``rid``; done when all have answered. Failures are logged.
+        """Abort request ``rid`` at every worker. The task ends when all have answered; failures are logged.
 
-        A request that has not ``begun`` may not have reached the engine's queue, so it is told again a little
-        later, unless it has ``ended`` by then: not before it is ``answered``, if that does not take too long.
+        Without tokens so far the generation request may not have reached the engine's queue. Then the abort is
+        repeated once, unless the request is ``done`` by then: after ``responded`` (its headers were received), or
+        after 0.5 s.
         """
-        return self._keep(self._tell(rid, ended, answered, begun=begun))
+        return self._spawn(self._abort(rid, done, responded, has_tokens=has_tokens))
 
     async def load(self) -> int:
         """Requests that run or wait, over all workers.
 
         Raises:
-            EngineError: a worker cannot be reached, or does not tell its load.
+            EngineError: a worker cannot be reached, or does not report its load.
         """
-        return await asyncio.shield(self._keep(self._load()))
+        return await asyncio.shield(self._spawn(self._total_load()))
 
     async def abort_all(self, seconds: float) -> bool:
-        """End every request of every worker, anybody's, until all are idle, or so many seconds have passed.
+        """Abort every request of every worker, those of other clients too, for ``seconds`` at most, until all are idle.
 
         Returns:
-            Whether all workers that answer are idle. What is wrong with one of them is logged.
+            Whether all workers that answer are idle. Failures of a worker are logged.
         """
-        until = self._loop.time() + seconds
-        search = self._keep(self.workers(anew=True))
-        await asyncio.wait({search}, timeout=seconds)
-        workers = search.result() if search.done() else self._known
+        deadline = self._loop.time() + seconds
+        finding = self._spawn(self.workers(refresh=True))
+        await asyncio.wait({finding}, timeout=seconds)
+        workers = finding.result() if finding.done() else self._workers
         stop = AbortSignal()
-        sweeps = [self._keep(self._empty(worker, stop)) for worker in workers]
+        sweeps = [self._spawn(self._abort_until_idle(worker, stop)) for worker in workers]
         try:
-            await asyncio.wait(sweeps, timeout=until - self._loop.time())
+            await asyncio.wait(sweeps, timeout=deadline - self._loop.time())
             for worker, sweep in zip(workers, sweeps, strict=True):
-                if not sweep.done():  # nobody has broken it off: the time is over
-                    log.warning("%s was not seen idle in time after the abort of all its requests", worker)
+                if not sweep.done():
+                    log.warning("%s did not become idle within %g s of aborting all its requests", worker, seconds)
         finally:
             stop.set()
-            await asyncio.wait(sweeps)  # an abort of all that came late would end what is started next
+            await asyncio.wait(sweeps)  # a late abort of all would end requests that are started next
         return all(sweep.result() for sweep in sweeps)
 
-    async def ask(self, method: str, base: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Send one small request to the server at that base URL and give the reply's body.
+    async def request(self, method: str, base: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Send one small request to the server at base URL ``base``, and return the body of its response.
 
         Raises:
-            EngineError: no reply in time, or one with a status of 300 or more.
+            EngineError: no response in time, or one with a status of 300 or more.
         """
-        return await asyncio.shield(self._keep(self._ask(method, base, path, body)))
+        return await asyncio.shield(self._spawn(self._request(method, base, path, body)))
 
-    async def workers(self, *, anew: bool = False) -> list[str]:
-        """Base URLs of the engines: what a router lists, otherwise the base URL itself. RequestOptions now and then."""
-        if self._search is None or (self._search.done() and (anew or self._loop.time() >= self._search_again)):
-            self._search = self._keep(self._find_workers())
-        return await asyncio.shield(self._search)
+    async def workers(self, *, refresh: bool = False) -> list[str]:
+        """Base URLs of the engines: those that a router lists, otherwise the base URL itself. Cached for 10 s."""
+        task = self._workers_task
+        if task is None or (task.done() and (refresh or self._loop.time() >= self._workers_expire_at)):
+            self._workers_task = task = self._spawn(self._find_workers())
+        return await asyncio.shield(task)
 
     async def aclose(self) -> None:
-        """Wait for the requests that are under way, but not for all that queue up before a worker that hangs."""
+        """Wait for the requests that have been sent; drop those that queue for a worker that hangs."""
         self._closed = True
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_SECONDS)
+            await asyncio.wait(self._tasks, timeout=_TIMEOUT_SECONDS)
         while self._tasks:
             for slots in self._slots.values():
                 slots.dismiss()
             await asyncio.wait(self._tasks, timeout=0.1)
         await self._transport.aclose()
 
-    async def _tell(
-        self, rid: str, ended: asyncio.Future[None], answered: asyncio.Future[None], *, begun: bool
-    ) -> None:
-        told = [self._tell_at(worker, rid, ended, answered, begun=begun) for worker in await self.workers()]
-        await asyncio.gather(*told)
+    # Aborting one request.
 
-    async def _tell_at(
-        self, worker: str, rid: str, ended: asyncio.Future[None], answered: asyncio.Future[None], *, begun: bool
+    async def _abort(
+        self, rid: str, done: asyncio.Future[None], responded: asyncio.Future[None], *, has_tokens: bool
     ) -> None:
-        await self._end_at(worker, rid)
-        if not begun:
-            await asyncio.wait({ended}, timeout=_REPEAT_AFTER)
-            await asyncio.wait({ended, answered}, timeout=_UNDER_WAY, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                await self._end_at(worker, rid)
+        workers = await self.workers()
+        await asyncio.gather(
+            *[self._abort_at(worker, rid, done, responded, has_tokens=has_tokens) for worker in workers]
+        )
 
-    async def _end_at(self, worker: str, rid: str) -> None:
+    async def _abort_at(
+        self, worker: str, rid: str, done: asyncio.Future[None], responded: asyncio.Future[None], *, has_tokens: bool
+    ) -> None:
+        await self._post_abort(worker, rid)
+        if not has_tokens:
+            await asyncio.wait({done}, timeout=_REPEAT_SECONDS)
+            await asyncio.wait({done, responded}, timeout=_TRANSIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                await self._post_abort(worker, rid)
+
+    async def _post_abort(self, worker: str, rid: str) -> None:
         posts = [post for post in self.engine.aborts(rid) if (worker, post[0]) not in self._missing]
         if not posts:
             return
         try:
-            await self._post(worker, posts)
-        except _NotThere as error:
+            await self._post_first(worker, posts)
+        except _EndpointMissing as error:
             last = (worker, posts[-1][0])
-            if last not in self._missing:  # others may have asked at the same time
+            if last not in self._missing:  # concurrent aborts may find the same
                 self._missing.add(last)
                 level = logging.INFO if self.engine.abort_by_disconnect else logging.WARNING
-                log.log(level, "%s has no way to end a request but by closing its stream: %s", worker, error)
+                log.log(level, "%s can abort a request only by closing its stream: %s", worker, error)
         except EngineError as error:
-            if worker not in self._reported:  # one word for a dead worker, not one for each of a thousand aborts
-                self._reported.add(worker)
-                log.warning("could not abort at %s, its requests may run on: %s", worker, error)
+            if worker not in self._warned_abort:  # one warning for a dead worker, not one for each of 1,000 aborts
+                self._warned_abort.add(worker)
+                log.warning("could not abort at %s, requests may keep running there: %s", worker, error)
 
-    async def _empty(self, worker: str, stop: AbortSignal) -> bool:
-        """Sweep a worker until it is seen idle twice: a request that was just coming in may not have been counted.
+    # Aborting all requests.
 
-        False if it answers and may not be idle. Nothing is sent once ``stop`` is set.
+    async def _abort_until_idle(self, worker: str, stop: AbortSignal) -> bool:
+        """Repeat the abort of all requests until the worker was idle twice: a request in transit may not be counted.
+
+        Returns:
+            Whether it is idle, or does not answer. Nothing is sent once ``stop`` is set.
         """
         failures = idle = 0
         while not (stop.is_set() or self._closed):
             answers = False
             try:
-                await self._post(worker, self.engine.aborts_all(), stop)
+                await self._post_first(worker, self.engine.aborts_all(), stop)
                 answers = True
                 load = await self._load_of(worker, stop)
             except EngineError as error:
                 failures, idle = failures + 1, 0
-                if (failures >= _FAILURES or not error.retryable) and not stop.is_set():
-                    if worker not in self._gave_up:  # a rollout's end asks over and over
-                        self._gave_up.add(worker)
-                        log.warning("gave up the abort of all requests at %s, some may run on: %s", worker, error)
+                if (failures >= _MAX_FAILURES or not error.retryable) and not stop.is_set():
+                    if worker not in self._warned_abort_all:  # every rollout ends with an abort of all
+                        self._warned_abort_all.add(worker)
+                        log.warning("could not abort all requests at %s, some may keep running: %s", worker, error)
                     return not answers and error.status is None
             else:
                 failures, idle = 0, 0 if load else idle + 1
                 if idle > 1:
                     return True
-            await stop.wait(_REPEAT_AFTER if idle else _SWEEP_AGAIN)
+            await stop.wait(_REPEAT_SECONDS if idle else _SWEEP_SECONDS)
         return False
 
-    async def _load(self) -> int:
-        asked = [self._load_of(worker) for worker in await self.workers()]
-        loads = await asyncio.gather(*asked, return_exceptions=True)  # all of them end, whichever fails
+    async def _total_load(self) -> int:
+        workers = await self.workers()
+        loads = await asyncio.gather(*map(self._load_of, workers), return_exceptions=True)  # wait for all of them
         for load in loads:
             if isinstance(load, BaseException):
                 raise load
@@ -211,49 +220,53 @@ class EngineControl:
     async def _load_of(self, worker: str, stop: AbortSignal | None = None) -> int:
         *others, last = self.engine.loads
         for path in others:
-            with contextlib.suppress(_NotThere):
-                return self.engine.read_load(await self._ask("GET", worker, path, stop=stop))
-        return self.engine.read_load(await self._ask("GET", worker, last, stop=stop))
+            with contextlib.suppress(_EndpointMissing):
+                return self.engine.read_load(await self._request("GET", worker, path, stop=stop))
+        return self.engine.read_load(await self._request("GET", worker, last, stop=stop))
 
-    async def _post(self, worker: str, posts: Sequence[Post], stop: AbortSignal | None = None) -> None:
-        """Send the first of some requests that the worker has."""
-        *others, last = posts
-        for path, body in others:
-            try:
-                await self._ask("POST", worker, path, body, stop)
-            except _NotThere:  # noqa: PERF203  # there are two at most
-                self._missing.add((worker, path))
-            else:
-                return
-        await self._ask("POST", worker, *last, stop)
+    # Workers.
 
     async def _find_workers(self) -> list[str]:
-        self._reported.clear()
+        self._warned_abort.clear()
         if not self.engine.abort_by_disconnect:
-            self._missing.clear()  # it may have been a proxy's word, before a worker that was restarted
-        lasts = _WORKERS_LAST
+            self._missing.clear()  # a proxy may have answered for a worker that was restarting
+        ttl = _WORKERS_TTL
         try:
-            reply = await self._ask("GET", self._base, self.engine.workers_path)
-            urls = [self._worker_url(worker) for worker in self.engine.read_workers(orjson.loads(reply))]
-            self._known = list(filter(None, urls)) or self._known
+            response = await self._request("GET", self._base_url, self.engine.workers_path)
+            urls = [self._worker_url(worker) for worker in self.engine.read_workers(orjson.loads(response))]
+            self._workers = list(filter(None, urls)) or self._workers
         except EngineError as error:
             if error.status == 404:  # an engine without a router
-                self._known = [self._base]
-            else:  # a router in trouble: its workers are likely still those that were known
-                lasts = _FAILURE_LASTS
+                self._workers = [self._base_url]
+            else:  # a router that fails: assume that its workers are the same
+                ttl = _FAILED_WORKERS_TTL
         except orjson.JSONDecodeError:
-            self._known = [self._base]
-        self._search_again = self._loop.time() + lasts
-        return self._known
+            self._workers = [self._base_url]
+        self._workers_expire_at = self._loop.time() + ttl
+        return self._workers
 
     def _worker_url(self, worker: str) -> str | None:
         try:
-            return base_url(worker)
+            return normalize_base_url(worker)
         except ValueError as error:
-            log.warning("the router lists a worker that cannot be spoken to: %s", error)
+            log.warning("the router lists a worker with an invalid URL, which is ignored: %s", error)
             return None
 
-    async def _ask(
+    # Requests.
+
+    async def _post_first(self, worker: str, posts: Sequence[Post], stop: AbortSignal | None = None) -> None:
+        """Send the first of ``posts`` whose path the worker has."""
+        *others, last = posts
+        for path, body in others:
+            try:
+                await self._request("POST", worker, path, body, stop)
+            except _EndpointMissing:  # noqa: PERF203  # there are two at most
+                self._missing.add((worker, path))
+            else:
+                return
+        await self._request("POST", worker, *last, stop)
+
+    async def _request(
         self,
         method: str,
         base: str,
@@ -261,23 +274,23 @@ class EngineControl:
         body: dict[str, Any] | None = None,
         stop: AbortSignal | None = None,
     ) -> bytes:
-        """Send one small request and give the reply's body.
+        """Send one small request and return the body of its response.
 
         Raises:
-            EngineError: no reply in time or before ``stop`` was set, or one with a status of 300 or more.
+            EngineError: no response in time or before ``stop`` was set, or one with a status of 300 or more.
         """
         slots = self._slots[base]
-        place = slots.request()
+        slot = slots.request()
         connection = Connection(self._transport)
 
         def end() -> None:
-            slots.leave(place)
+            slots.leave(slot)
             connection.close_soon()
 
         unsubscribe = (stop or AbortSignal()).subscribe(end)
         try:
-            if not await slots.wait(place):
-                raise EngineError(f"{base}{path} was not asked, as the client is being closed or the time is over")
+            if not await slots.wait(slot):
+                raise EngineError(f"no request was sent to {base}{path}: the client is being closed, or time is up")
             try:
                 return await self._exchange(connection, method, base + path, body)
             finally:
@@ -286,14 +299,14 @@ class EngineControl:
             unsubscribe()
 
     async def _exchange(self, connection: Connection, method: str, url: str, body: dict[str, Any] | None) -> bytes:
-        """Send one request and give its reply's body, in ``_SECONDS`` at most."""
+        """Send one request and return the body of its response, within ``_TIMEOUT_SECONDS``."""
         deadline = Deadline(connection.close_soon)
-        deadline.set(_SECONDS)
-        reply = bytearray()
+        deadline.set(_TIMEOUT_SECONDS)
+        received = bytearray()
 
         def take(chunk: bytes) -> None:
-            reply.extend(chunk)
-            if len(reply) > _LONGEST_REPLY:
+            received.extend(chunk)
+            if len(received) > _MAX_RESPONSE_BYTES:
                 connection.close_soon()
 
         request = httpx.Request(
@@ -301,25 +314,25 @@ class EngineControl:
             url,
             headers=self._headers,
             content=None if body is None else orjson.dumps(body),
-            extensions={"timeout": {"connect": _SECONDS}},
+            extensions={"timeout": {"connect": _TIMEOUT_SECONDS}},
         )
         try:
             response = await connection.send(request)
             await connection.read(response, take)
         except Stopped:
-            raise EngineError(f"no reply from {url} within {_SECONDS:g} s", retryable=True) from None
-        except Exception as error:  # of any kind: a transport may be anybody's
+            raise EngineError(f"no reply from {url} within {_TIMEOUT_SECONDS:g} s", retryable=True) from None
+        except Exception as error:  # of any type: the transport may be the user's
             raise EngineError(f"no reply from {url}: {str(error) or type(error).__name__}", retryable=True) from error
         finally:
             deadline.set(None)
         if connection.stopped:
-            raise EngineError(f"the reply from {url} did not end within {_SECONDS:g} s", retryable=True)
+            raise EngineError(f"the response from {url} did not end within {_TIMEOUT_SECONDS:g} s", retryable=True)
         if response.status_code >= 300:
-            kind = _NotThere if response.status_code in _NOT_THERE else EngineError
-            raise kind(error_message(bytes(reply)), status=response.status_code)
-        return bytes(reply)
+            kind = _EndpointMissing if response.status_code in _NO_ENDPOINT else EngineError
+            raise kind(error_message(bytes(received)), status=response.status_code)
+        return bytes(received)
 
-    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._end_task)
@@ -328,4 +341,4 @@ class EngineControl:
     def _end_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, even if whoever asked has been cancelled
+            task.exception()  # retrieved, even if the caller was cancelled

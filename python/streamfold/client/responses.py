@@ -1,4 +1,4 @@
-"""Replies that are no stream: what they amount to, in the server's own words."""
+"""Responses that are no event stream: their EngineError, with the server's message and ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     import httpx
 
-__all__ = ["error_message", "is_stream", "refusal", "retry_after"]
+__all__ = ["error_from_response", "error_message", "is_stream", "retry_after"]
 
-_LONGEST_MESSAGE = 2000
+_MAX_MESSAGE_CHARS = 2000
 
 
 def is_stream(response: httpx.Response) -> bool:
@@ -29,57 +29,59 @@ def is_stream(response: httpx.Response) -> bool:
     return response.status_code == 200 and kind == "text/event-stream" and encoding in ("", "identity")
 
 
-def refusal(response: httpx.Response, body: bytes, hint: str = "") -> EngineError:
-    """What a reply that is no stream amounts to; ``hint`` says what to do about it."""
+def error_from_response(response: httpx.Response, body: bytes, hint: str = "") -> EngineError:
+    """The error that a response means which is no event stream; ``hint`` says what to do about it."""
     status = response.status_code
     if status >= 400:
         message = error_message(body) + (f" ({hint})" if hint else "")
         return EngineError(message, status=status, retry_after=retry_after(response.headers))
     if status >= 300:
-        there = response.headers.get("location", "somewhere else")
-        return EngineError(f"redirected to {there}, which is not followed: give the final URL", status=status)
+        location = response.headers.get("location", "an unnamed location")
+        message = f"redirected to {location}; redirects are not followed: give the final URL"
+        return EngineError(message, status=status)
     kind = ", ".join(response.headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
-    return EngineError(f"no plain text/event-stream but {kind or 'of no type'}: {quote(body)}", status=status)
+    message = f"expected an uncompressed text/event-stream, got {kind or 'no content type'}: {quote(body)}"
+    return EngineError(message, status=status)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds until the server wants to be asked again: ``Retry-After`` holds them, or a date."""
-    told = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", told):
-        return float(told)
-    date = _seconds_of(told)
+    """Seconds to wait before a retry, from ``Retry-After`` as seconds or a date; None if there is none."""
+    value = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", value):
+        return float(value)
+    date = _timestamp(value)
     if date is None:
         return None
-    now = _seconds_of(headers.get("date", ""))  # by the server's own clock, which may be wrong
+    now = _timestamp(headers.get("date", ""))  # by the server's own clock, which may be wrong
     return max(0.0, date - (time.time() if now is None else now))
 
 
-def _seconds_of(date: str) -> float | None:
-    """Seconds since the epoch of an HTTP date; None if it is none."""
+def _timestamp(date: str) -> float | None:
+    """An HTTP date as seconds since the epoch; None if it is invalid."""
     try:
         when = parsedate_to_datetime(date)
         return when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp()
-    except (TypeError, ValueError, IndexError, OverflowError):  # its parser gives up in many ways
+    except (TypeError, ValueError, IndexError, OverflowError):  # all that its parser raises
         return None
 
 
 def error_message(body: bytes) -> str:
-    """The server's own words out of an error reply: any of the shapes that engines and routers use, or its text."""
+    """The server's message from an error body, in any shape that engines and routers use; otherwise its text."""
     try:
         found = _message(orjson.loads(body))
     except orjson.JSONDecodeError:
         found = None
-    return found[:_LONGEST_MESSAGE] if found else quote(body)
+    return found[:_MAX_MESSAGE_CHARS] if found else quote(body)
 
 
-def _message(reply: object) -> str | None:
-    if isinstance(reply, str):
-        return reply
-    if isinstance(reply, dict):
+def _message(value: object) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
         for key in ("message", "error", "detail"):
-            if found := _message(reply.get(key)):
+            if found := _message(value.get(key)):
                 return found
-    if isinstance(reply, list):  # FastAPI's list of what is wrong, one object for each field
-        told = [item for item in reply if isinstance(item, dict) and "msg" in item]
-        return "; ".join(f"{item['msg']} ({item.get('loc')!r:.200})" for item in told)
+    if isinstance(value, list):  # FastAPI's validation errors, one object for each field
+        problems = [item for item in value if isinstance(item, dict) and "msg" in item]
+        return "; ".join(f"{item['msg']} ({item.get('loc')!r:.200})" for item in problems)
     return None

@@ -1,7 +1,7 @@
 """The httpx side of a request: which transport carries it, and how to close a connection without cancelling its task.
 
-Cancelling a task while httpx connects or waits for headers loses a place in its pool, and sometimes a socket, for
-good. Closing the network stream under the task does not: the task gets ``httpx.ReadError`` and httpx cleans up.
+Cancelling a task while httpx connects or waits for headers leaks a slot of httpx's pool, sometimes a socket. Closing
+the network stream under the task does not: the task gets ``httpx.ReadError`` and httpx cleans up.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-__all__ = ["Connection", "Stopped", "chosen", "fresh"]
+__all__ = ["Connection", "Stopped", "new_transport", "transport_factory"]
 
-# httpcore's steps that give a stream, whichever of its modules reports them ("connection.", "proxy.", ...).
-_OPENING = ("connect_tcp", "connect_unix_socket", "start_tls")
-_SENDING = "send_request_headers"
+# Steps of httpcore's trace that return a stream, under any module prefix ("connection.", "proxy.", ...).
+_CONNECT_STEPS = ("connect_tcp", "connect_unix_socket", "start_tls")
+_SEND_STEP = "send_request_headers"
 
 
-def chosen(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTransport]:
-    """What gives the transport of each try: the one that was given, or with ``"httpx"`` a new one.
+def transport_factory(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTransport]:
+    """Return what makes each try's transport: with ``"httpx"`` a new one, otherwise always ``transport`` itself.
 
     Args:
-        transport: a client's argument of that name.
+        transport: the argument of :class:`~streamfold.Client`.
         calls: how many calls may run at once.
 
     Raises:
-        ValueError: it is no transport, or one in whose pool calls would wait for each other.
+        ValueError: it is no transport, or its pool has no room for all calls.
     """
     if transport == "httpx":
-        return fresh
+        return new_transport
     if not isinstance(transport, httpx.AsyncBaseTransport):
         raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
     _check_pool(transport, calls)
@@ -42,41 +42,49 @@ def chosen(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTranspo
     return lambda: given
 
 
-def fresh() -> httpx.AsyncHTTPTransport:
-    """A transport of its own for a stream, or for a few small requests: it keeps no connection.
+def new_transport() -> httpx.AsyncHTTPTransport:
+    """A transport for one stream, or for a few small requests, that keeps no connections.
 
-    At each step of a request httpx goes through all that its pool holds, so among thousands each has its own (which
-    takes 15 us). And before the headers come httpx shows only fresh connections, so none is used twice.
+    httpx scans its whole pool at each step of a request, so with thousands of streams each has its own transport
+    (which costs 15 us). Before the headers httpx shows only new connections, so none is used twice.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncHTTPTransport(verify=_tls(), limits=limits)
+    return httpx.AsyncHTTPTransport(verify=_tls_context(), limits=limits)
 
 
-@cache  # loading the certificates takes longer than all the rest
-def _tls() -> ssl.SSLContext:
+@cache  # loading the certificates takes longer than everything else
+def _tls_context() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
 def _check_pool(transport: httpx.AsyncBaseTransport, calls: int) -> None:
-    """Refuse a pool in which calls, and the aborts that are to end them, would wait for each other."""
+    """Refuse a pool in which calls and their aborts would wait for each other."""
     pool = getattr(transport, "_pool", None) if isinstance(transport, httpx.AsyncHTTPTransport) else None
-    most = getattr(pool, "_max_connections", None)
-    if most is not None and most <= calls:
+    size = getattr(pool, "_max_connections", None)
+    if size is not None and size <= calls:
         raise ValueError(
-            f"the transport's pool has {most} connections for {calls} calls and their aborts: make it with "
+            f"the transport's pool has {size} connections for {calls} calls and their aborts: create it with "
             "limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)"
         )
 
 
 class Stopped(Exception):  # no error: it carries our own stop out of httpx
-    """The request was stopped before its response began."""
+    """The request was stopped before its response headers were received."""
 
 
 class Connection:
-    """One request's connection. :meth:`send` and :meth:`read` belong to one task, :meth:`close` to anybody.
+    """One request's connection. One task calls :meth:`send` and :meth:`read`; any task may call :meth:`close`.
 
-    httpx's own transport shows the network stream. Any other is taken for blind until it shows one; a blind
-    request can only be ended by cancelling the task that sends or reads.
+    httpx's own transport shows its network stream. Other transports may not: then a request can only be ended by
+    cancelling the task that sends or reads.
+
+    Args:
+        transport: carries the request.
+        on_sent: called right before the request is sent. It may raise :class:`Stopped`.
+
+    Attributes:
+        sent: whether the request has left.
+        stopped: whether :meth:`close` was called.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, *, on_sent: Callable[[], None] | None = None) -> None:
@@ -84,7 +92,7 @@ class Connection:
         self.stopped = False
         self._transport = transport
         self._on_sent = on_sent
-        self._shows = type(transport) is httpx.AsyncHTTPTransport
+        self._shows_stream = type(transport) is httpx.AsyncHTTPTransport
         self._stream: Any = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
@@ -92,23 +100,23 @@ class Connection:
         self._closing: asyncio.Task[None] | None = None
 
     @property
-    def opening(self) -> bool:
-        """Whether it is connecting and there is no stream yet, so that only the connect time-out can end it."""
-        return self._shows and self._task is not None and self._stream is None and not self.sent
+    def connecting(self) -> bool:
+        """Whether the connection is being opened and has no stream yet: only the connect timeout can end it."""
+        return self._shows_stream and self._task is not None and self._stream is None and not self.sent
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        """Send ``request``; the response comes as soon as its headers are there.
+        """Send ``request`` and return the response as soon as its headers were received.
 
         Raises:
-            Stopped: :meth:`close` came first.
-            httpx.TransportError: as httpx has it.
+            Stopped: :meth:`close` was called before.
+            httpx.TransportError: from httpx.
         """
         self._task = asyncio.current_task()
         request.extensions["trace"] = self._trace
         try:
             if self.stopped:
                 raise Stopped
-            if not self._shows:
+            if not self._shows_stream:
                 self._mark_sent()
             response = await self._transport.handle_async_request(request)
         except asyncio.CancelledError:
@@ -117,27 +125,33 @@ class Connection:
             raise Stopped from None
         except Exception as error:
             self._task = None
-            if self.stopped:  # closing under httpx gives errors of httpcore and anyio as well as its own
-                raise Stopped from error
-            if isinstance(error, AttributeError) and self._stream is not None and not self.sent:
-                # On uvloop: httpx asks for the socket's addresses, and one that was reset at once has no socket.
-                raise httpx.ConnectError("the connection was reset as it opened") from error
+            if (substitute := self._substitute(error)) is not None:
+                raise substitute from error
             raise
         response.request = request
         if response.extensions.get("http_version") != b"HTTP/2":  # there, other requests share the stream
             self._stream = response.extensions.get("network_stream", self._stream)
         return response
 
-    async def read(self, response: httpx.Response, take: Callable[[bytes], object]) -> None:
-        """Hand the raw body to ``take`` until it ends or :meth:`close` is called; then end the response.
+    def _substitute(self, error: Exception) -> Exception | None:
+        """The error to raise in place of what httpx raised; None: the same."""
+        if self.stopped:  # closing the stream under httpx raises errors of httpcore and anyio as well as its own
+            return Stopped()
+        if isinstance(error, AttributeError) and self._stream is not None and not self.sent:
+            # On uvloop httpx reads the socket's addresses, and a connection that was reset at once has no socket.
+            return httpx.ConnectError("the connection was reset as it opened")
+        return None
 
-        Never breaks out of httpx's nested generators: their clean-up would run later, in tasks of its own.
+    async def read(self, response: httpx.Response, take: Callable[[bytes], object]) -> None:
+        """Pass the raw body to ``take`` until it ends or :meth:`close` is called, then close the response.
+
+        Never breaks out of httpx's nested generators: their cleanup would run later, in other tasks.
 
         Raises:
-            httpx.TransportError: the body broke off, and nobody had called :meth:`close`.
+            httpx.TransportError: the body was interrupted, and not by :meth:`close`.
         """
         self._task = asyncio.current_task()
-        # Not aiter_raw(), which refuses the responses that some transports make of ready content.
+        # Not aiter_raw(), which refuses the responses that some transports build from complete content.
         body = cast("httpx.AsyncByteStream", response.stream)
         try:
             async for chunk in body:
@@ -152,7 +166,7 @@ class Connection:
             await self._release(response)
 
     async def _release(self, response: httpx.Response) -> None:
-        """End the response. From here on the connection may be another request's, and is no longer ours to close."""
+        """Close the response. From here on the connection may serve another request, and must not be closed."""
         self._released = True
         self._stream = None
         try:
@@ -164,31 +178,31 @@ class Connection:
             self._task = None
 
     async def close(self) -> None:
-        """Stop the request, whatever it is doing: nothing is sent or received afterwards."""
+        """Stop the request in any state: nothing is sent or received afterwards."""
         self.stopped = True
         if self._stream is not None:
             await self._stream.aclose()
-        elif self._task is not None and not (self.opening or (self._released and self._shows)):
+        elif self._task is not None and not (self.connecting or (self._released and self._shows_stream)):
             self._cancelled = self._task.cancel()
-        # else: it is connecting, and the next step that httpx shows finds the stop
+        # else: it is connecting, and _trace stops it at the next step
 
     def close_soon(self) -> None:
-        """Call :meth:`close` from where nothing can be awaited."""
+        """Call :meth:`close` from synchronous code."""
         self.stopped = True
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self.close())
 
     async def _trace(self, name: str, info: dict[str, Any]) -> None:
         module, step, state = name.rsplit(".", 2)
-        if state == "failed" or step not in (*_OPENING, _SENDING):
+        if state == "failed" or step not in (*_CONNECT_STEPS, _SEND_STEP):
             return
-        if step in _OPENING and state == "complete":
+        if step in _CONNECT_STEPS and state == "complete":
             self._stream = info["return_value"]
         if self.stopped and not self.sent:
             if self._stream is not None:
                 await self._stream.aclose()
             raise Stopped
-        if step == _SENDING and state == "started":
+        if step == _SEND_STEP and state == "started":
             if module == "http2":
                 self._stream = None
             self._mark_sent()
@@ -200,7 +214,7 @@ class Connection:
                 self._on_sent()
 
     def _is_own_cancel(self) -> bool:
-        """Whether the CancelledError that has just come was :meth:`close`'s doing, and may be swallowed."""
+        """Whether :meth:`close` caused the CancelledError that was just caught, so that it may be swallowed."""
         own, self._cancelled = self._cancelled, False
         uncancel = getattr(self._task, "uncancel", None)  # 3.11
         if own and uncancel is not None:

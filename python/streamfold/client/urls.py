@@ -1,4 +1,4 @@
-"""One spelling for the many engine_spec in which people write an engine's address."""
+"""Base URLs of engines and routers in one normal form, and the header value of an API key."""
 
 from __future__ import annotations
 
@@ -7,61 +7,73 @@ import re
 
 import httpx
 
-__all__ = ["base_url", "bearer"]
+__all__ = ["bearer", "normalize_base_url"]
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
 
-def base_url(address: str) -> str:
-    """Normalise the address of an engine or router to ``scheme://host[:port][/path]``, without a trailing slash.
+def normalize_base_url(address: str) -> str:
+    """Normalize the address of an engine or router to ``scheme://host[:port][/path]``, without a trailing slash.
 
-    A missing scheme is ``http``. IPv6 hosts may come with or without brackets, and leave with them.
+    A missing scheme is ``http``. An IPv6 host may be given with or without brackets; the result has them.
 
     Raises:
         ValueError: the address has no host, a scheme other than http and https, credentials, a query or a
-            fragment, or an IPv6 host without brackets whose last group could as well be the port.
+            fragment, or an IPv6 host without brackets whose last group may be the port.
     """
-    text = address.strip()
-    scheme, rest = "http", text
-    if found := _SCHEME.match(text):
-        scheme, rest = found[1].lower(), text[found.end() :]
-    if scheme not in ("http", "https"):
-        raise ValueError(f"{address!r}: the scheme must be http or https, not {scheme!r}")
-    for sign, what in (("?", "query string"), ("#", "fragment")):
-        if sign in rest:
-            raise ValueError(f"{address!r}: a base URL has no {what}; each request's path is appended to it")
-    authority, slash, path = rest.partition("/")
-    if "@" in authority:
-        raise ValueError("a base URL holds no credentials: use api_key= or headers=")  # and is not repeated here
-    parts = [part for part in (slash + path).split("/") if part]
+    scheme, authority, path = _split(address)
+    segments = [segment for segment in path.split("/") if segment]
     try:
-        url = httpx.URL("/".join([f"{scheme}://{_bracketed(authority)}", *parts]))
+        url = httpx.URL("/".join([f"{scheme}://{_bracketed(authority)}", *segments]))
     except httpx.InvalidURL as error:
         raise ValueError(f"{address!r} is no URL: {error}") from None
-    if not url.host or "%20" in url.host:
-        raise ValueError(f"{address!r} names no host" if not url.host else f"{address!r}: a blank in the host")
+    if not url.host:
+        raise ValueError(f"{address!r} has no host")
+    if "%20" in url.host:
+        raise ValueError(f"{address!r} has a space in its host")
     if url.port is not None and not 0 < url.port < 1 << 16:
         raise ValueError(f"{address!r}: the port must be 1 to 65535")
     return str(url).rstrip("/")
 
 
-def bearer(api_key: str) -> str:
-    """The value of the header that carries a key.
+def _split(address: str) -> tuple[str, str, str]:
+    """Scheme, authority and path of an address.
 
     Raises:
-        ValueError: a header cannot carry it. It is not repeated in the message.
+        ValueError: it has parts that a base URL must not have.
+    """
+    text = address.strip()
+    scheme = "http"
+    if match := _SCHEME.match(text):
+        scheme, text = match[1].lower(), text[match.end() :]
+    if scheme not in ("http", "https"):
+        raise ValueError(f"{address!r}: the scheme must be http or https, not {scheme!r}")
+    for mark, part in (("?", "query string"), ("#", "fragment")):
+        if mark in text:
+            raise ValueError(f"{address!r}: a base URL has no {part}; each request's path is appended to it")
+    authority, _, path = text.partition("/")
+    if "@" in authority:
+        raise ValueError("a base URL holds no credentials: use api_key= or headers=")  # which are not repeated here
+    return scheme, authority, path
+
+
+def bearer(api_key: str) -> str:
+    """The value of the Authorization header for an API key.
+
+    Raises:
+        ValueError: the key cannot be sent in a header. The message does not repeat it.
     """
     if not api_key or api_key != api_key.strip() or not (api_key.isascii() and api_key.isprintable()):
         raise ValueError(
-            "the API key is empty, or holds a blank, an end of line or a character that no header can carry"
+            "the API key is empty, or has surrounding spaces, a line break or a character that no header can hold"
         )
     return f"Bearer {api_key}"
 
 
 def _bracketed(authority: str) -> str:
-    """Put brackets around an IPv6 host that has none."""
+    """Put an IPv6 host into brackets if it has none."""
     if authority.startswith("["):
-        return authority.replace("%25", "%")  # the zone of fe80::1%eth0, as URLs spell it; the resolver wants it plain
+        return authority.replace("%25", "%")  # the zone of fe80::1%eth0 is %25eth0 in URLs, and plain for the resolver
     if authority.count(":") < 2:
         return authority
     host, _, port = authority.rpartition(":")
@@ -69,7 +81,7 @@ def _bracketed(authority: str) -> str:
     if _is_ipv6(authority):
         if with_port:
             raise ValueError(
-                f"{authority!r} can be an address, or one with a port: write http://[{authority}] or http://[{host}]:{port}"
+                f"{authority!r} is ambiguous, with or without a port: write http://[{authority}] or http://[{host}]:{port}"
             )
         return f"[{authority}]"
     return f"[{host}]:{port}" if with_port else authority

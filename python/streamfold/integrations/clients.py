@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.client import Client
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from streamfold._core import Experts
-    from streamfold.client.limits import Timeouts
     from streamfold.integrations.settings import Settings
 
 __all__ = ["ClientHandle", "client_handle"]
@@ -29,18 +29,16 @@ class ClientHandle:
 
     Attributes:
         client: of one router.
-        timeouts: the client's.
         stop_ids: tokens that end a response: the tokenizer's EOS, and those at which the engine was seen to stop.
     """
 
     client: Client
-    timeouts: Timeouts
     stop_ids: set[int] = field(default_factory=set)
     _closing: AsyncGenerator[None, None] | None = None  # referenced here, as the loop holds its generators weakly
     _signal: tuple[object, AbortSignal] | None = None
 
     def __post_init__(self) -> None:
-        self._late_abort = _LateAbort(self.client, self.timeouts.drain + _GRACE_SECONDS)
+        self._late_abort = _LateAbort(self.client, internals_of(self.client).timeouts.drain + _GRACE_SECONDS)
 
     def abort_signal(self, state: Any) -> AbortSignal:  # noqa: ANN401  # the trainer's GenerateState
         """The flag ``state.aborted`` as one signal for all calls."""
@@ -121,7 +119,7 @@ async def client_handle(
         client = Client(url, engine=engine, timeouts=timeouts, limits=limits, retries=retries, experts=experts)
         closing = _close_with_loop(loop, client)
         await closing.__anext__()  # registers it with the loop; does not suspend
-        found = _handles[loop][key] = ClientHandle(client, timeouts, _closing=closing)
+        found = _handles[loop][key] = ClientHandle(client, _closing=closing)
     return found
 
 

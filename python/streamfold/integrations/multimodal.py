@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import httpx
 import orjson
 
-from streamfold.client.responses import refusal
-from streamfold.client.transport import fresh
+from streamfold.client._internal import internals_of
+from streamfold.client.responses import error_from_response
+from streamfold.client.transport import new_transport
 from streamfold.errors import EngineError, EngineTimeout, quote
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ async def _render_once(request: SampleRequest, body: Mapping[str, Any]) -> dict[
             "use a vLLM that has it, and start it with --enable-scale-out"
         )
     if response.status_code != 200:
-        raise refusal(response, response.content)
+        raise error_from_response(response, response.content)
     try:
         rendered = orjson.loads(response.content)
     except orjson.JSONDecodeError:
@@ -96,13 +97,14 @@ async def _render_once(request: SampleRequest, body: Mapping[str, Any]) -> dict[
 
 
 async def _post(request: SampleRequest, body: Mapping[str, Any]) -> httpx.Response:
-    url, timeouts = request.handle.client.base_url + _PATH, request.handle.timeouts
+    client = request.handle.client
+    url, timeouts = client.base_url + _PATH, internals_of(client).timeouts
     timeout = httpx.Timeout(None, connect=timeouts.connect)
     # A transport of its own: a cancelled request leaves nothing behind in a pool.
-    async with httpx.AsyncClient(transport=fresh(), timeout=timeout, trust_env=False) as client:
+    async with httpx.AsyncClient(transport=new_transport(), timeout=timeout, trust_env=False) as http:
         headers = {**request.headers, "Content-Type": "application/json"}
         try:
-            work = client.post(url, content=orjson.dumps(body), headers=headers)
+            work = http.post(url, content=orjson.dumps(body), headers=headers)
             return await asyncio.wait_for(work, timeouts.first_token)
         except httpx.ConnectTimeout as error:
             raise EngineTimeout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
+from streamfold.client._internal import internals_of
 from streamfold.samples.completion import complete
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class CompleteSample:
     ) -> Sample:
         """Return the sample, finished or ABORTED."""
         with self._rank() as rank:
-            headers, extra = self._client.engine_spec.route(getattr(sample, "session_id", None), rank)
+            headers, extra = internals_of(self._client).engine_spec.route(getattr(sample, "session_id", None), rank)
             return await complete(
                 self._client,
                 sample,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from streamfold._core import Generation
+from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
@@ -98,12 +99,13 @@ async def complete(
         asyncio.CancelledError: somebody cancelled this. What had arrived is in the sample, which is ABORTED, unless
             the engine was faster.
     """
-    client_abort, host_abort = client.abort_signal, AbortSignal.of(aborted)
-    params = client.engine_spec.normalize_params(sampling_params)
+    internals, host_abort = internals_of(client), AbortSignal.of(aborted)
+    client_abort = internals.abort_signal
+    params = internals.engine_spec.normalize_params(sampling_params)
     ending = Ending(
         sample=sample,
         params=params,
-        engine_spec=client.engine_spec,
+        engine_spec=internals.engine_spec,
         tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
         ends=set() if stop_ids is None else stop_ids,
         has_experts=client.experts is not None,
@@ -192,7 +194,7 @@ class _Completion:
             )
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
         expects = expects_top_p(self.params)
-        told_anyway = has_top_p and self.client.engine_spec.sends_unrequested_side_data
+        told_anyway = has_top_p and internals_of(self.client).engine_spec.sends_unrequested_side_data
         if sample.response_length and expects != has_top_p and not told_anyway:
             raise ValueError(
                 "a part of the response has top-p ids and the rest would not: ask for them always, or never"
@@ -250,7 +252,7 @@ class _Completion:
         """
         if self.on_generation is not None:
             self.on_generation(generation)
-        if self.client.experts is None and self.client.engine_spec.sends_unrequested_side_data:
+        if self.client.experts is None and internals_of(self.client).engine_spec.sends_unrequested_side_data:
             generation = _without_experts(generation)
         sample, more = self.sample, len(generation.token_ids)
         ended = generation.finish_reason in ("stop", "length")
