@@ -1,4 +1,4 @@
-"""Protocols and aliases that the layers share: what counts as a sample, a group, a source of groups, a tokenizer."""
+"""Protocols of the objects that users bring: a trainer's sample (:class:`SampleLike`), a model's :class:`Tokenizer`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,46 @@ __all__ = ["SampleLike", "Tokenizer"]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """A tokenizer that decodes; those of transformers do.
+
+    It decodes responses whose engine sends no text, and responses that took several calls.
+    """
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Turn ids into text."""
+        """Decode token ids.
+
+        Args:
+            ids: a list of Python integers; it may be empty.
+            skip_special_tokens: whether special tokens (EOS, padding) are left out of the text.
+
+        Returns:
+            The text. A character of which only some of the tokens are among ``ids`` is decoded as U+FFFD.
+        """
 
 
 class SampleLike(Protocol):
-    """What :func:`merge` needs of a sample, ours or a host's."""
+    """A sample that :func:`~streamfold.merge` and :func:`~streamfold.complete` can write: ours, slime's or vime's.
+
+    :class:`~streamfold.Sample` implements it. Optional attributes are used where a sample has them:
+    ``rollout_top_p_token_ids`` (int32 ``[m]``), ``rollout_top_p_token_offsets`` (int32 ``[response_length + 1]``) and
+    ``rollout_routed_experts`` (int32 ``[len(tokens) - 1, num_layers, top_k]``), each an array or None; ``session_id``
+    (str or None), by which a router keeps the calls of one conversation on one worker. A sample must be a plain object
+    with a ``__dict__``, and its class callable without arguments: a restart takes its defaults from a new one.
+
+    Attributes:
+        index: number of the sample, for messages; None if it has none.
+        prompt: text, or chat messages (a list of dicts). Sent only if there are no prompt ids in ``tokens``.
+        tokens: ids of the prompt, then of the response.
+        response: text of the response.
+        response_length: number of response tokens: the last ones of ``tokens``.
+        loss_mask: ``[response_length]``, 1 for each token that is trained on, otherwise 0; None: all 1.
+        rollout_log_probs: ``[response_length]``, Python floats (double precision), 0.0 for tokens that are not trained
+            on; None: not requested.
+        status: a member of an enum with the names PENDING, COMPLETED, TRUNCATED and ABORTED. Samples of any other
+            status are neither written nor resumed.
+        metadata: any JSON-like notes; None counts as empty. streamfold's own keys are listed in
+            ``streamfold/samples/metadata.py``. The dict is replaced, never changed.
+    """
 
     index: int | None
     prompt: Any
@@ -38,4 +70,22 @@ class SampleLike(Protocol):
         text: str,
         update_terminal_info: bool,
     ) -> object:
-        """Extend the response and all that is beside it."""
+        """Extend the response, and everything beside it, by what one call has generated.
+
+        It may change lists in place (they are copies), and raise anything: :func:`~streamfold.merge` then restores the
+        attributes of the sample.
+
+        Args:
+            args: the trainer's settings; None with samples of our own.
+            tokens: ``[n]``, the new ids.
+            log_probs: ``[n]``, one for each of them; None if they were not requested or the tokens are not trained on.
+            trainable: whether the new tokens are trained on.
+            meta_info: what else the engine reported, under SGLang's keys: ``finish_reason`` (an object with ``type``),
+                ``completion_tokens``, ``prompt_tokens``, ``cached_tokens``, ``weight_version``, ``spec_*`` counts;
+                ``routed_experts`` (int32 ``[len(tokens) - 1, num_layers, top_k]`` of all tokens, old and new);
+                ``top_p_token_ids`` and ``top_p_token_offsets`` of the new tokens (base64 of int32 ``[m]`` and
+                ``[n + 1]``). What was not reported is left out.
+            text: of the new tokens.
+            update_terminal_info: whether ``finish_reason`` decides the status: False if the call was aborted before
+                its terminal event.
+        """

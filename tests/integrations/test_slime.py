@@ -240,7 +240,7 @@ async def test_what_cannot_succeed_is_refused_before_any_request(
 
 async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(slimes: None) -> None:
     async with Server(whole()) as server:
-        with pytest.raises(ValueError, match="ask for them always, or never"):
+        with pytest.raises(ValueError, match="1 response tokens lack top-p ids, but the next ones have them"):
             await ask(streaming(server), partial(1), TOP_P)
         assert server.requests == []
 

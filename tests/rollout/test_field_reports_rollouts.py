@@ -10,10 +10,10 @@ import pytest
 from streamfold import Client
 from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import merge
 from streamfold.samples.sample import Sample
-from support.completing import SOON, answers, completed, cut, sample_of
+from support.completing import SOON, answers, completed, sample_of, truncated
 from support.loopback_http import load
 from support.replay import DONE, HANG, PROMPT, RUNNING, Replay, chunk, event, head, stream, until
 from support.rollouts import Counted, bounded, nothing_left, rollout
@@ -87,7 +87,7 @@ async def test_a_budget_of_nothing_from_the_start_is_a_truncated_sample_with_a_r
 async def test_samples_that_share_their_parameters_do_not_lower_each_others_limit() -> None:
     """verl-project/verl#6364."""
     shared: dict[str, Any] = {"max_new_tokens": LIMIT, "min_new_tokens": 2, "stop": ["x"], "custom_params": {"a": [1]}}
-    replies = [cut(part([20, 21])), *[stream(part([22], prompt=n, finish="stop"), DONE) for n in (5, 3, 3)]]
+    replies = [truncated(part([20, 21])), *[stream(part([22], prompt=n, finish="stop"), DONE) for n in (5, 3, 3)]]
     async with Replay(answers(*replies)) as server, Client(server.url, retries=SOON) as client:
         for _ in range(3):
             await complete(client, sample_of(), shared)
@@ -179,7 +179,7 @@ async def test_generators_of_either_kind_side_by_side_are_ended_each_in_its_own_
 
         async def __call__(self, sample: Any, params: Any, *, aborted: Callable[[], bool]) -> Any:
             if self.abort_mode(sample) == "request":
-                return await complete(self.client, sample, params, aborted=aborted)
+                return await complete(self.client, sample, params, options=CompletionOptions(aborted=aborted))
             merge(sample, await self.client.generate(sample.tokens, params))
             return sample
 

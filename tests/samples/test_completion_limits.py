@@ -1,4 +1,4 @@
-"""What a resumed sample must not pass: its budget, its stop strings, and the moment at which somebody aborts."""
+"""What a resumed sample must respect: its budget, its stop strings and stop tokens, and an abort at any moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from streamfold import Client, Retries, StreamTruncated
 from streamfold.samples.sample import Sample
 from support import bodies_vllm
-from support.completing import SOON, answers, completed, cut, sample_of
+from support.completing import SOON, answers, completed, sample_of, truncated
 from support.replay import DONE, HANG, PROMPT, RST, answer_json, chunk, head, stream, until
 from support.speaking import SGLANG, VLLM, Speech
 
@@ -32,7 +32,7 @@ def calls_of(client: Client) -> Iterable[CallRunner]:
 
 @pytest.mark.parametrize("number", [int, np.int64, np.int32])
 @pytest.mark.parametrize("names", [("max_new_tokens", "min_new_tokens"), ("max_tokens", "min_tokens")])
-async def test_a_budget_is_kept_to_whatever_integer_it_is_and_under_either_name(
+async def test_the_budget_is_respected_for_any_integer_type_and_under_either_name(
     speech: Speech, number: Callable[[int], Any], names: tuple[str, str]
 ) -> None:
     if speech is SGLANG and names[0] == "max_tokens":
@@ -41,7 +41,7 @@ async def test_a_budget_is_kept_to_whatever_integer_it_is_and_under_either_name(
     params = {names[0]: number(5), names[1]: number(4)}
     last = stream(speech.part([12, 13, 14], prompt=5, finish="length"), DONE)
     async with (
-        speech.replay(answers(cut(speech.part([10, 11])), last)) as server,
+        speech.replay(answers(truncated(speech.part([10, 11])), last)) as server,
         speech.client(server.url, retries=SOON) as client,
     ):
         sample.metadata["sampling_params"] = params
@@ -52,8 +52,8 @@ async def test_a_budget_is_kept_to_whatever_integer_it_is_and_under_either_name(
     assert params == {names[0]: number(5), names[1]: number(4)}
 
 
-async def test_where_only_the_models_own_end_can_be_ignored_a_stop_token_that_came_with_an_abort_is_an_end() -> None:
-    """SGLang ignores the tokens that were given, too; vLLM does not."""
+async def test_with_ignore_eos_vllm_still_stops_at_given_stop_tokens() -> None:
+    """SGLang ignores those too."""
     aborted = stream(VLLM.part([10, 9], finish="abort"), DONE)
     async with VLLM.replay(answers(aborted)) as server, VLLM.client(server.url, retries=SOON) as client:
         sample = await completed(client, sample_of(ignore_eos=True, stop_token_ids=[9]))
@@ -61,7 +61,9 @@ async def test_where_only_the_models_own_end_can_be_ignored_a_stop_token_that_ca
 
 
 @pytest.mark.parametrize("params", [{}, {"stop": ["zz"]}, {"stop_token_ids": [9]}, {"ignore_eos": True}])
-async def test_the_end_that_vllm_does_not_name_is_learned_where_it_can_be_no_other(params: dict[str, Any]) -> None:
+async def test_the_eos_that_vllm_does_not_name_is_learned_if_nothing_else_can_have_stopped_the_response(
+    params: dict[str, Any],
+) -> None:
     ended = stream(VLLM.part([8, 9], finish="stop"), DONE)
     ends: set[int] = set()
     async with VLLM.replay(answers(ended)) as server, VLLM.client(server.url, retries=SOON) as client:
@@ -69,10 +71,10 @@ async def test_the_end_that_vllm_does_not_name_is_learned_where_it_can_be_no_oth
     assert ends == (set() if params else {9})
 
 
-async def test_without_a_text_a_response_cut_where_a_stop_string_may_be_starts_again() -> None:
+async def test_without_text_a_truncated_response_with_stop_strings_is_restarted() -> None:
     whole = stream(VLLM.part([10, 11, 12], finish="stop"), DONE)
     async with (
-        VLLM.replay(answers(cut(VLLM.part([10, 11])), whole)) as server,
+        VLLM.replay(answers(truncated(VLLM.part([10, 11])), whole)) as server,
         Client(server.url, engine="vllm", retries=SOON) as client,
     ):
         sample = await completed(client, sample_of(stop=["END"]))
@@ -85,13 +87,11 @@ GRAMMARS = [(SGLANG, name) for name in ("json_schema", "regex", "ebnf", "structu
 
 
 @pytest.mark.parametrize(("speech", "name"), [*GRAMMARS, (VLLM, "structured_outputs")])
-async def test_a_cut_response_that_has_a_grammar_starts_again_as_the_engine_would_begin_with_it_anew(
-    speech: Speech, name: str
-) -> None:
+async def test_a_truncated_response_with_a_grammar_is_restarted(speech: Speech, name: str) -> None:
     whole = stream(speech.part([12, 13], finish="stop"), DONE)
     params: dict[str, Any] = {name: {"regex": "a"} if speech is VLLM else "a"}
     async with (
-        speech.replay(answers(cut(speech.part([10, 11])), whole)) as server,
+        speech.replay(answers(truncated(speech.part([10, 11])), whole)) as server,
         speech.client(server.url, retries=SOON) as client,
     ):
         sample = await completed(client, sample_of(**params))
@@ -100,15 +100,15 @@ async def test_a_cut_response_that_has_a_grammar_starts_again_as_the_engine_woul
 
 
 @pytest.mark.parametrize(("speech", "name"), [*GRAMMARS, (VLLM, "structured_outputs")])
-async def test_the_token_that_ends_a_grammar_is_no_end_of_other_samples(speech: Speech, name: str) -> None:
-    """SGLang names the last token, which may be a closing brace, as if it were one to stop at."""
+async def test_the_token_that_ends_a_grammar_does_not_end_other_samples(speech: Speech, name: str) -> None:
+    """SGLang reports the last token, which may be a closing brace, as a matched stop token."""
     matched = 9 if speech is SGLANG else None
     by_grammar = stream(speech.part([8, 9], finish="stop", matched=matched), DONE)
     rest = stream(speech.part([12], prompt=5, finish="length"), DONE)
     params: dict[str, Any] = {name: {"regex": "a"} if speech is VLLM else "a"}
     ends: set[int] = set()
     async with (
-        speech.replay(answers(by_grammar, cut(speech.part([8, 9])), rest)) as server,
+        speech.replay(answers(by_grammar, truncated(speech.part([8, 9])), rest)) as server,
         speech.client(server.url, retries=SOON) as client,
     ):
         await completed(client, sample_of(**params), stop_ids=ends)
@@ -116,19 +116,19 @@ async def test_the_token_that_ends_a_grammar_is_no_end_of_other_samples(speech: 
     assert (other.tokens, other.status, ends) == ([*PROMPT, 8, 9, 12], TRUNCATED, set())
 
 
-async def test_where_stop_strings_count_behind_a_minimum_only_a_cut_response_is_not_ended_by_an_early_one() -> None:
-    """Before its minimum vLLM does not look for them, and later only in what it generates itself."""
+async def test_a_stop_string_before_min_new_tokens_does_not_complete_a_truncated_response_of_vllm() -> None:
+    """vLLM does not match stop strings before min_new_tokens, and later only in what the same call generates."""
     text = "".join(chr(97 + token % 26) for token in (10, 11))
     whole = stream(VLLM.part([10, 11, 12, 13], finish="length"), DONE)
     async with (
-        VLLM.replay(answers(cut(VLLM.part([10, 11])), whole)) as server,
+        VLLM.replay(answers(truncated(VLLM.part([10, 11])), whole)) as server,
         VLLM.client(server.url, retries=SOON) as client,
     ):
         sample = await completed(client, sample_of(max_new_tokens=4, min_new_tokens=3, stop=[text]))
     assert (sample.response_length, sample.status) == (4, TRUNCATED)
 
 
-async def test_a_text_that_is_made_here_ends_before_the_stop_string_as_the_engines_own_would() -> None:
+async def test_a_text_decoded_by_the_client_ends_before_the_stop_string_as_the_engines_does() -> None:
     reply = stream(VLLM.part([10, 11, 12], finish="stop", matched="lm"), DONE)
     async with VLLM.replay(reply) as server, VLLM.client(server.url, retries=SOON) as client:
         hidden = await completed(client, sample_of(stop=["lm"]))
@@ -138,10 +138,15 @@ async def test_a_text_that_is_made_here_ends_before_the_stop_string_as_the_engin
 
 
 @pytest.mark.parametrize("ends", ["by an event", "without a word"])
-async def test_what_the_engine_ends_while_the_host_aborts_is_a_result(speech: Speech, ends: str) -> None:
+async def test_a_call_that_the_engine_ends_while_the_host_aborts_is_a_result(speech: Speech, ends: str) -> None:
     rest = [speech.event([10, 11] if speech is SGLANG else [11], 2, "abort")] if ends == "by an event" else []
     aborting = False
-    slow = [head(), chunk(speech.event([10], 1)), 0.2, *stream(*rest, DONE)[1:]]  # vLLM up to 0.31 says nothing
+    slow = [
+        head(),
+        chunk(speech.event([10], 1)),
+        0.2,
+        *stream(*rest, DONE)[1:],
+    ]  # vLLM up to 0.31 sends no terminal event
     async with speech.replay(slow) as server, speech.client(server.url, retries=SOON) as client:
         sample = sample_of()
         task = asyncio.ensure_future(completed(client, sample, aborted=lambda: aborting))
@@ -153,7 +158,7 @@ async def test_what_the_engine_ends_while_the_host_aborts_is_a_result(speech: Sp
 
 
 async def end_all(client: Client, how: str, task: asyncio.Future[Any]) -> None:
-    """Abort all calls, or close the client, and see that what it was doing ends."""
+    """Abort all calls, or close the client, and check that the task ends."""
     await getattr(client, how)()
     await asyncio.wait_for(task, 5)
     assert client._session is None or how == "abort_all", "a closed client has opened itself again"
@@ -161,11 +166,9 @@ async def end_all(client: Client, how: str, task: asyncio.Future[Any]) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort_all", "aclose"])
-async def test_a_sample_that_waits_for_its_next_call_is_not_asked_for_after_an_abort_of_all(
-    speech: Speech, end: str
-) -> None:
+async def test_a_sample_that_waits_for_its_next_call_is_not_resumed_after_abort_all(speech: Speech, end: str) -> None:
     long = Retries(tries=4, first=30.0, longest=30.0)
-    async with speech.replay(cut(speech.part([10, 11]))) as server:
+    async with speech.replay(truncated(speech.part([10, 11]))) as server:
         client = speech.client(server.url, retries=long)
         sample = sample_of()
         task = asyncio.ensure_future(completed(client, sample))
@@ -176,9 +179,9 @@ async def test_a_sample_that_waits_for_its_next_call_is_not_asked_for_after_an_a
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], ABORTED)
 
 
-@pytest.mark.parametrize("moment", ["while the engine is told", "as it ends"])
+@pytest.mark.parametrize("moment", ["while the engine is notified", "as it ends"])
 @pytest.mark.parametrize("end", ["abort_all", "aclose"])
-async def test_a_sample_whose_call_has_failed_and_is_being_cleared_away_is_not_asked_for_after_an_abort_of_all(
+async def test_a_sample_whose_failed_call_is_being_aborted_is_not_resumed_after_abort_all(
     speech: Speech, end: str, moment: str
 ) -> None:
     async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
@@ -188,25 +191,28 @@ async def test_a_sample_whose_call_has_failed_and_is_being_cleared_away_is_not_a
         task = asyncio.ensure_future(completed(client, sample))
         await until(lambda: server.aborts)
         for _ in iter(lambda: bool(client.running) and moment == "as it ends", False):
-            await asyncio.sleep(0)  # so as to be there before whoever waits for the call
+            await asyncio.sleep(0)  # to run before the task that waits for the call
         await end_all(client, end, task)
         assert len(server.generates) == 1
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], ABORTED)
 
 
-async def test_an_abort_that_nobody_asked_for_stays_an_error_where_nothing_is_resumed() -> None:
-    async with SGLANG.replay(cut(SGLANG.part([10]))) as server, Client(server.url, retries=Retries(tries=1)) as client:
+async def test_a_truncated_stream_is_raised_when_no_tries_are_left() -> None:
+    async with (
+        SGLANG.replay(truncated(SGLANG.part([10]))) as server,
+        Client(server.url, retries=Retries(tries=1)) as client,
+    ):
         with pytest.raises(StreamTruncated):
             await completed(client, sample_of(), aborted=lambda: False)
 
 
-def test_an_engine_that_asks_for_hours_is_asked_again_after_minutes() -> None:
+def test_a_retry_after_of_hours_is_limited_to_minutes() -> None:
     assert Retries(jitter=0).pause(1, 86_400.0) == 600.0
     assert Retries(jitter=0).pause(1, 30.0) == 30.0
 
 
-async def test_a_hanging_stream_is_no_pause(speech: Speech) -> None:
-    """A call that runs is aborted itself; only the wait between two calls has to be woken."""
+async def test_abort_all_ends_a_hanging_stream(speech: Speech) -> None:
+    """A running call is aborted itself; only the backoff between two calls has to be woken."""
     running: list[Step] = [head(), chunk(speech.part([10])), HANG]
     async with speech.replay(running) as server, speech.client(server.url, retries=SOON) as client:
         task = asyncio.ensure_future(completed(client, sample_of()))
@@ -218,10 +224,10 @@ async def test_a_hanging_stream_is_no_pause(speech: Speech) -> None:
 @pytest.mark.parametrize(
     ("last", "text", "stop"), [(9, "over. A tool", None), (11, "said lm, a tool", "lm"), (11, "a tool\n", "\n\n")]
 )
-async def test_what_ends_a_pending_response_is_no_end_of_the_next_turn(
+async def test_a_stop_at_the_end_of_a_pending_response_does_not_end_the_next_turn(
     speech: Speech, last: int, text: str, stop: str | None
 ) -> None:
-    """Only a response that was cut may have come to its end unseen; a pending one has turns and tools behind it."""
+    """Only an aborted response may have stopped unnoticed; a pending one ends with a finished turn or a tool."""
     sample = sample_of([*PROMPT, 10, last], stop=stop)
     sample.response, sample.response_length = text, 2
     sample.loss_mask, sample.rollout_log_probs = [1, 0], [-1.0, 0.0]
@@ -237,21 +243,19 @@ async def test_what_ends_a_pending_response_is_no_end_of_the_next_turn(
 
 
 @pytest.mark.parametrize("has", [True, False])
-async def test_what_cannot_be_one_row_of_log_probabilities_is_refused_before_it_is_asked_for(
-    speech: Speech, *, has: bool
-) -> None:
-    """A whole response was generated each time, and then thrown away as it did not fit."""
+async def test_logprobs_for_a_part_of_the_response_are_refused_before_the_request(speech: Speech, *, has: bool) -> None:
+    """A whole response was generated each time, and then dropped as it did not fit."""
     sample = sample_of([*PROMPT, 10])
     sample.response, sample.response_length, sample.status = "k", 1, ABORTED
     sample.rollout_log_probs = [-1.0] if has else None
     async with speech.replay(speech.whole) as server, speech.client(server.url) as client:
-        with pytest.raises(ValueError, match="has log-probabilities and the rest"):
+        with pytest.raises(ValueError, match=f"1 response tokens {'have' if has else 'lack'} log-probabilities"):
             await completed(client, sample, logprobs=not has)
         assert server.generates == []
 
 
-async def test_a_cancel_makes_no_end_of_a_response_that_has_lost_an_event() -> None:
-    """A server that counts only once, behind the terminal event, shows only there that something is missing."""
+async def test_a_cancel_does_not_complete_a_response_that_has_lost_an_event() -> None:
+    """A server that reports usage only behind the terminal event shows only there that an event is missing."""
     steps: list[Step] = [head(), *map(chunk, (bodies_vllm.event([10]), bodies_vllm.event([12], "stop")))]
     async with (
         VLLM.replay([*steps, chunk(bodies_vllm.usage_event(3)), HANG]) as server,

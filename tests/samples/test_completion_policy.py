@@ -1,4 +1,4 @@
-"""What happens after a stream broke off: what is gone on with, what is asked again, what moves together."""
+"""The resume policy after a failed stream: what is resumed, restarted, raised, and kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamfold import EngineError, Experts, Generation, StreamTruncated
 from streamfold.client.limits import Retries
 from streamfold.samples.merging import merge
 from streamfold.samples.sample import Sample
-from support.completing import SOON, answers, completed, cut, sample_of
+from support.completing import SOON, answers, completed, sample_of, truncated
 from support.replay import DONE, HANG, PROMPT, Request, chunk, head, stream, until
 from support.speaking import SGLANG
 
@@ -36,19 +36,19 @@ def engine(speech: Speech) -> Iterator[Loopback]:
 
 @pytest.mark.parametrize("k", range(5))
 @pytest.mark.parametrize("resume", ["continue", "restart"])
-async def test_a_stream_reset_after_k_events_ends_as_if_it_never_had_been(
+async def test_a_stream_reset_after_k_events_gives_what_an_uninterrupted_one_gives(
     speech: Speech, resume: Resume, k: int
 ) -> None:
-    """The tokens of a failed try must neither be doubled nor stay beside those of the next one."""
+    """The tokens of a failed call must neither be doubled nor stay beside those of the next one."""
     ids = [10, 11, 12, 13, 14]
 
     def serve(request: Request) -> Sequence[Step]:
         kept = speech.ids(request)[3:]
         rest, n = ids[len(kept) :], len(speech.ids(request))
         if len(server.generates) == 1 and k:
-            # SGLang may tell all that there is each time.
-            told = [ids[0 if speech is SGLANG else i : i + 1] for i in range(k)]
-            return cut(*[speech.event(new, i + 1, prompt=n) for i, new in enumerate(told)])
+            # SGLang may repeat all tokens in each event.
+            events = [ids[0 if speech is SGLANG else i : i + 1] for i in range(k)]
+            return truncated(*[speech.event(new, i + 1, prompt=n) for i, new in enumerate(events)])
         return stream(speech.part(rest, prompt=n, finish="stop"), DONE)
 
     async with speech.replay(serve) as server, speech.client(server.url, retries=SOON) as client:
@@ -65,10 +65,10 @@ async def test_a_stream_reset_after_k_events_ends_as_if_it_never_had_been(
         assert sample.metadata.get("restarted_tokens", 0) == (k if resume == "restart" else 0)
 
 
-async def test_a_policy_of_raising_leaves_what_came_and_asks_no_more(speech: Speech) -> None:
+async def test_resume_raise_keeps_the_received_tokens_and_sends_no_other_request(speech: Speech) -> None:
     aborted = stream(speech.part([10, 11], finish="abort"), DONE)
     async with (
-        speech.replay(answers(cut(speech.part([10, 11])), aborted)) as engine,
+        speech.replay(answers(truncated(speech.part([10, 11])), aborted)) as engine,
         speech.client(engine.url, retries=SOON) as client,
     ):
         for error in (StreamTruncated, EngineError):
@@ -81,7 +81,7 @@ async def test_a_policy_of_raising_leaves_what_came_and_asks_no_more(speech: Spe
     assert len(engine.generates) == 2
 
 
-async def test_where_an_abort_event_is_a_result_it_is_written_and_not_gone_on_with(speech: Speech) -> None:
+async def test_without_resume_aborts_an_abort_event_is_written_and_not_resumed(speech: Speech) -> None:
     async with (
         speech.replay(stream(speech.part([10, 11], finish="abort"), DONE)) as engine,
         speech.client(engine.url, retries=SOON) as client,
@@ -91,7 +91,7 @@ async def test_where_an_abort_event_is_a_result_it_is_written_and_not_gone_on_wi
     assert len(engine.generates) == 1
 
 
-async def test_a_call_that_somebody_else_aborts_is_a_result_and_not_gone_on_with(speech: Speech) -> None:
+async def test_a_call_that_abort_all_ends_is_a_result_and_not_resumed(speech: Speech) -> None:
     running: list[Step] = [head(), chunk(speech.part([10])), HANG]
     async with speech.replay(running) as engine, speech.client(engine.url, retries=SOON) as client:
         task = asyncio.ensure_future(completed(client, sample_of()))
@@ -106,7 +106,7 @@ async def test_a_call_that_somebody_else_aborts_is_a_result_and_not_gone_on_with
 async def test_no_request_leaves_while_the_host_is_aborting(speech: Speech, when: str) -> None:
     aborting = when == "before"
     async with (
-        speech.replay(cut(speech.part([10, 11]))) as engine,
+        speech.replay(truncated(speech.part([10, 11]))) as engine,
         speech.client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
     ):
         sample = sample_of()
@@ -114,7 +114,7 @@ async def test_no_request_leaves_while_the_host_is_aborting(speech: Speech, when
         if not aborting:
             await until(lambda: sample.response_length == 2)
             aborting = True
-            # The truncated stream is what there was; the pause before the next request ends at once.
+            # The backoff before the next request ends at once.
             await asyncio.wait_for(task, 5)
             assert sample.tokens == [*PROMPT, 10, 11]
         await task
@@ -122,9 +122,9 @@ async def test_no_request_leaves_while_the_host_is_aborting(speech: Speech, when
         assert len(engine.generates) == (0 if when == "before" else 1)
 
 
-async def test_a_cancel_in_the_pause_arrives_and_nothing_is_sent_afterwards(speech: Speech) -> None:
+async def test_a_cancel_in_the_backoff_is_raised_and_no_request_is_sent_afterwards(speech: Speech) -> None:
     async with (
-        speech.replay(cut(speech.part([10, 11]))) as engine,
+        speech.replay(truncated(speech.part([10, 11]))) as engine,
         speech.client(engine.url, retries=Retries(first=30.0, longest=30.0)) as client,
     ):
         sample = sample_of()
@@ -138,20 +138,20 @@ async def test_a_cancel_in_the_pause_arrives_and_nothing_is_sent_afterwards(spee
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
 
 
-# The text across a border, and what rides beside the tokens.
+# Text and side data of several calls.
 
 
 @pytest.mark.parametrize("border", range(1, 4))
-async def test_with_a_tokenizer_an_emoji_cut_in_pieces_is_whole_again(
+async def test_with_a_tokenizer_a_character_split_between_calls_is_whole(
     speech: Speech, engine: Loopback, border: int
 ) -> None:
-    """The engine's own texts of the two calls have lost it: a half is held back, or taken for a part of the prompt."""
+    """The engine's texts of the two calls lack it: one part is held back, the other taken for a part of the prompt."""
     params: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True}
-    seed, at, told = next(
-        (seed, at, told)
+    seed, at, expected = next(
+        (seed, at, expected)
         for seed in range(1000)
-        for told in [speech.undisturbed(engine, PROMPT, {**params, "sampling_seed": seed})]
-        for at, token in enumerate(told.token_ids[:40])
+        for expected in [speech.undisturbed(engine, PROMPT, {**params, "sampling_seed": seed})]
+        for at, token in enumerate(expected.token_ids[:40])
         if token == 0xF0 and at > 2
     )
     params["sampling_seed"] = seed
@@ -163,18 +163,18 @@ async def test_with_a_tokenizer_an_emoji_cut_in_pieces_is_whole_again(
             sample.status = Sample.Status.ABORTED
             samples.append(await completed(client, sample))
     decoded, joined = samples
-    assert decoded.tokens == joined.tokens == [*PROMPT, *told.token_ids]
-    assert decoded.response == engine.tokenizer.decode(told.token_ids)
+    assert decoded.tokens == joined.tokens == [*PROMPT, *expected.token_ids]
+    assert decoded.response == engine.tokenizer.decode(expected.token_ids)
     assert "text_joined" not in decoded.metadata
     assert joined.response != decoded.response
     assert joined.metadata.get("text_joined", False) is (speech.tokenizer is None), "one engine sends no text at all"
 
 
 @pytest.mark.parametrize("kind", ["whole", "new"])
-async def test_routed_experts_of_two_calls_are_one_array_whichever_kind_the_second_brings(
+async def test_routed_experts_of_two_calls_become_one_array_from_whole_or_from_new_rows(
     speech: Speech, kind: str
 ) -> None:
-    """verl-project/verl#6029: whole sequences were appended, and new parts took the place of what had been there."""
+    """verl-project/verl#6029: whole arrays were appended, and new rows replaced those before them."""
     shape = Experts(1, 1, 256, "uint8")
 
     def rows(first: int, count: int) -> np.ndarray[Any, Any]:
@@ -197,7 +197,7 @@ async def test_routed_experts_of_two_calls_are_one_array_whichever_kind_the_seco
     assert sample.rollout_routed_experts.ravel().tolist() == list(range(7))
 
 
-async def test_routed_experts_that_are_neither_whole_nor_what_is_missing_are_refused_with_both_numbers() -> None:
+async def test_routed_experts_that_are_neither_all_rows_nor_the_new_ones_are_refused_with_both_numbers() -> None:
     sample = sample_of()
     experts = np.zeros((3, 1, 1), np.int32)
     with pytest.raises(ValueError, match=r"shape \(3, 1, 1\), but 4 rows"):
@@ -205,7 +205,7 @@ async def test_routed_experts_that_are_neither_whole_nor_what_is_missing_are_ref
     assert sample.tokens == PROMPT
 
 
-async def test_versions_of_a_call_that_was_aborted_and_of_the_next_are_told_over_the_whole_response(
+async def test_version_spans_cover_an_aborted_call_and_the_next_one(
     speech: Speech,
 ) -> None:
     first = stream(speech.part([10, 11], finish="abort", version="3"), DONE)
@@ -216,9 +216,9 @@ async def test_versions_of_a_call_that_was_aborted_and_of_the_next_are_told_over
     assert sample.weight_versions == ["3", "4"]
 
 
-@pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # which tells them with each event
-async def test_versions_are_told_over_the_whole_response(speech: Speech) -> None:
-    first = cut(speech.event([10], 1, version="3"), speech.event([10, 11], 2, version="4"))
+@pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # which sends them with each event
+async def test_version_spans_cover_a_truncated_call_and_the_next_one(speech: Speech) -> None:
+    first = truncated(speech.event([10], 1, version="3"), speech.event([10, 11], 2, version="4"))
     second = stream(speech.part([12, 13], prompt=5, finish="stop", version="4"), DONE)
     async with speech.replay(answers(first, second)) as engine, speech.client(engine.url, retries=SOON) as client:
         sample = await completed(client, sample_of())
@@ -228,11 +228,11 @@ async def test_versions_are_told_over_the_whole_response(speech: Speech) -> None
 
 @pytest.mark.parametrize("then", ["raise", "cancel", "abort"])
 @pytest.mark.parametrize("kept", [[], [20, 21]], ids=["first turn", "later turn"])
-async def test_a_sample_that_is_to_start_again_keeps_what_came_until_it_is_asked_for_again(
+async def test_a_sample_to_be_restarted_keeps_its_tokens_until_the_next_request(
     speech: Speech, kept: list[int], then: str
 ) -> None:
-    """Whoever catches the error has a partial sample, not a pending one without what had arrived."""
-    first = cut(speech.part([10, 11], prompt=3 + len(kept)))
+    """The caller that catches the error has a partial sample, not a pending one without its tokens."""
+    first = truncated(speech.part([10, 11], prompt=3 + len(kept)))
     last = stream(speech.part([12], prompt=3 + len(kept), finish="stop"), DONE)
     async with (
         speech.replay(answers(first, last)) as server,
@@ -261,14 +261,14 @@ async def test_a_sample_that_is_to_start_again_keeps_what_came_until_it_is_asked
     assert sample.metadata["restarted_tokens"] == 2
 
 
-async def test_a_response_that_ended_without_its_routed_experts_starts_again_though_it_was_looked_at_before(
+async def test_a_response_that_stopped_without_its_routed_experts_is_restarted_by_a_later_complete_too(
     speech: Speech,
 ) -> None:
-    """Were its text cut before the stop string already, nobody would see it later, and the engine would go on."""
+    """If its text ended before the stop string already, the later call would not find it, and resume."""
     rows = np.ones((3 + 4 - 1, 3, 2), np.uint8)
     whole = stream(speech.part([0, 1, 2], finish="stop", matched="bc", experts=rows[:5]), DONE)
     async with (
-        speech.replay(answers(cut(speech.part([0, 1, 2, 3])), whole)) as server,  # abcd
+        speech.replay(answers(truncated(speech.part([0, 1, 2, 3])), whole)) as server,  # abcd
         speech.client(server.url, experts=Experts(3, 2, 8, "uint8"), retries=SOON) as client,
     ):
         sample = sample_of(stop=["bc"])
@@ -280,9 +280,9 @@ async def test_a_response_that_ended_without_its_routed_experts_starts_again_tho
     assert (sample.tokens, sample.status) == ([*PROMPT, 0, 1, 2], Sample.Status.COMPLETED)
 
 
-async def test_a_sample_that_is_to_start_again_keeps_what_came_while_the_host_is_aborting(speech: Speech) -> None:
-    """No request leaves then, so nothing takes the place of what was dropped."""
-    async with speech.replay(answers(cut(speech.part([10, 11])))) as server, speech.client(server.url) as client:
+async def test_a_sample_to_be_restarted_keeps_its_tokens_while_the_host_is_aborting(speech: Speech) -> None:
+    """No request is sent then that would replace them."""
+    async with speech.replay(answers(truncated(speech.part([10, 11])))) as server, speech.client(server.url) as client:
         sample = sample_of(stop=["lx"])
         with pytest.raises(StreamTruncated):
             await completed(client, sample, resume="raise")

@@ -1,4 +1,4 @@
-"""A sample of several turns: a tool's part follows what was generated, and the sample is PENDING again."""
+"""A sample of several turns: a tool's answer follows what was generated, and the sample is PENDING again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from streamfold.loopback import Loopback
 from streamfold.samples.reset import restart, rewind
 from streamfold.samples.sample import Sample
-from support.completing import SOON, answers, completed, cut, sample_of
+from support.completing import SOON, answers, completed, sample_of, truncated
 from support.replay import DONE, PROMPT, stream
 from support.speaking import SGLANG, VLLM
 
@@ -23,7 +23,7 @@ sglang_alone = pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # prompts 
 
 
 def after_a_turn(**params: Any) -> Sample:
-    """Its first turn ended at b, which may be a stop string; the tool's part ends in what may be a stop token."""
+    """Its first turn ended at b, which may be a stop string; the tool's answer ends in what may be a stop token."""
     sample = sample_of(**{"max_new_tokens": 12, **params})
     one = {"finish_reason": {"type": "stop"}}
     sample.append_response_tokens(tokens=[0, 1], log_probs=[0.0, -1 / 8], meta_info=one, text="ab")
@@ -35,9 +35,9 @@ def after_a_turn(**params: Any) -> Sample:
 ENDS = [{"stop": ["b"]}, {"stop": "b", "no_stop_trim": True}, {"stop": ["jx"]}, {"stop_token_ids": [9]}]
 
 
-@pytest.mark.parametrize("params", ENDS, ids=["trimmed", "shown", "begun", "token"])
-async def test_what_ended_an_earlier_turn_does_not_end_the_next_one(speech: Speech, params: dict[str, Any]) -> None:
-    """vllm-project/vllm#47616, sgl-project/sglang#33151: the text was cut at the first place and not at the hit."""
+@pytest.mark.parametrize("params", ENDS, ids=["trimmed", "kept", "partial", "token"])
+async def test_what_stopped_an_earlier_turn_does_not_stop_the_next_one(speech: Speech, params: dict[str, Any]) -> None:
+    """vllm-project/vllm#47616, sgl-project/sglang#33151: the text ended at the first occurrence, not the match."""
     whole = stream(speech.part([10, 11], prompt=7, finish="stop"), DONE)
     async with speech.replay(whole) as server, speech.client(server.url, retries=SOON) as client:
         sample = await completed(client, after_a_turn(**params), stop_ids={9})
@@ -49,15 +49,15 @@ async def test_what_ended_an_earlier_turn_does_not_end_the_next_one(speech: Spee
 @pytest.mark.parametrize(
     ("params", "shown"),
     [({"stop": ["b"]}, [""]), ({"stop": "b", "no_stop_trim": True}, ["b"]), ({"stop_token_ids": [9]}, ["bmj", "bm"])],
-    ids=["trimmed", "shown", "token"],
+    ids=["trimmed", "kept", "token"],
 )
-@pytest.mark.parametrize("came", [[], [10]], ids=["before a token", "after one"])
-async def test_a_later_turn_that_was_cut_goes_on_to_its_own_end(
-    speech: Speech, came: list[int], params: dict[str, Any], shown: list[str]
+@pytest.mark.parametrize("received", [[], [10]], ids=["before a token", "after one"])
+async def test_a_later_turn_that_was_aborted_is_resumed_to_its_own_stop(
+    speech: Speech, received: list[int], params: dict[str, Any], shown: list[str]
 ) -> None:
-    kept = [*PROMPT, 0, 1, *TOOL, *came]
+    kept = [*PROMPT, 0, 1, *TOOL, *received]
     replies = answers(
-        stream(speech.part(came, prompt=7, finish="abort"), DONE),
+        stream(speech.part(received, prompt=7, finish="abort"), DONE),
         stream(speech.part([1, 12, 9], prompt=len(kept), finish="abort"), DONE),
     )
     async with speech.replay(replies) as server, speech.client(server.url, retries=SOON) as client:
@@ -66,10 +66,10 @@ async def test_a_later_turn_that_was_cut_goes_on_to_its_own_end(
         await completed(client, sample)
         assert [speech.ids(request) for request in server.generates] == [kept[:7], kept]
     assert (sample.tokens, sample.status) == ([*kept, 1, 12, 9], Status.COMPLETED)
-    assert sample.response.removeprefix("abij" + "k" * len(came)) in shown
+    assert sample.response.removeprefix("abij" + "k" * len(received)) in shown
 
 
-async def test_a_later_turn_has_what_is_left_of_the_budget(speech: Speech) -> None:
+async def test_a_later_turn_has_the_remaining_budget(speech: Speech) -> None:
     whole = stream(speech.part([10], prompt=7, finish="length"), DONE)
     async with speech.replay(whole) as server, speech.client(server.url, retries=SOON) as client:
         sample = await completed(client, after_a_turn(max_new_tokens=5, stop=["b"]))
@@ -80,7 +80,7 @@ async def test_a_later_turn_has_what_is_left_of_the_budget(speech: Speech) -> No
     assert (full.status, full.response) == (Status.TRUNCATED, "abij")
 
 
-async def test_a_sample_that_starts_again_has_no_earlier_turn(speech: Speech) -> None:
+async def test_a_restarted_sample_has_no_earlier_turn(speech: Speech) -> None:
     aborted = stream(speech.part([10, 1, 11], finish="abort"), DONE)
     async with speech.replay(aborted) as server, speech.client(server.url, retries=SOON) as client:
         sample = after_a_turn(stop=["b"])
@@ -91,10 +91,10 @@ async def test_a_sample_that_starts_again_has_no_earlier_turn(speech: Speech) ->
 
 
 @pytest.mark.parametrize("because_of", ["a stop string", "a grammar"])
-async def test_a_later_turn_that_cannot_be_gone_on_with_starts_again_where_it_began(
+async def test_a_later_turn_that_cannot_be_resumed_is_restarted_where_it_started(
     speech: Speech, because_of: str
 ) -> None:
-    """From the prompt it would lose the tool's part, and nobody would notice."""
+    """Restarted from the prompt, it would silently lose the tool's answer."""
     grammar: dict[str, Any] = {"structured_outputs": {"json": "{}"}} if speech is VLLM else {"json_schema": "{}"}
     params = {"stop": ["kx"]} if because_of == "a stop string" else grammar
     replies = answers(
@@ -112,8 +112,8 @@ async def test_a_later_turn_that_cannot_be_gone_on_with_starts_again_where_it_be
     assert sample.metadata["restarted_tokens"] == 1
 
 
-async def test_a_turn_behind_one_that_was_cut_again_and_again_has_a_text_of_its_own(speech: Speech) -> None:
-    """Where the one before was joined is no place in this one; that it was joined is told."""
+async def test_a_turn_behind_one_that_was_aborted_twice_is_decoded_by_itself(speech: Speech) -> None:
+    """The text of the turn before stays concatenated, which its metadata says."""
     smile = list("🙂".encode())
     turns = [([ord("a")], 3), ([ord("b")], 4), ([ord("c"), *smile[:2]], 7), (smile[2:], 10)]
     aborted = [stream(speech.part(ids, prompt=prompt, finish="abort"), DONE) for ids, prompt in turns]
@@ -131,7 +131,7 @@ async def test_a_turn_behind_one_that_was_cut_again_and_again_has_a_text_of_its_
         sample.response, sample.status = "abij", Status.PENDING
         for _ in range(2):
             await completed(client, sample, resume_aborts=False)
-        sample.response = "abijc"  # the engine has held the half of a character back
+        sample.response = "abijc"  # the engine has held an incomplete character back
         await completed(client, sample)
     assert (sample.response, sample.status) == ("abijc🙂", Status.COMPLETED)
     assert sample.metadata["text_joined"] is True
@@ -139,8 +139,8 @@ async def test_a_turn_behind_one_that_was_cut_again_and_again_has_a_text_of_its_
 
 
 @sglang_alone
-async def test_behind_a_prompt_without_ids_no_other_turn_begins(speech: Speech) -> None:
-    """It started again from its prompt, without the first turn and the tool's part, and nobody would notice."""
+async def test_behind_a_prompt_without_ids_no_other_turn_starts(speech: Speech) -> None:
+    """It restarted from its prompt, silently without the first turn and the tool's answer."""
     async with speech.replay(speech.whole) as server, speech.client(server.url, retries=SOON) as client:
         sample = after_a_turn()
         sample.tokens = sample.tokens[len(PROMPT) :]
@@ -151,8 +151,10 @@ async def test_behind_a_prompt_without_ids_no_other_turn_begins(speech: Speech) 
 
 
 @sglang_alone
-async def test_a_turn_whose_whole_context_is_sent_as_text_starts_again_where_it_began(speech: Speech) -> None:
-    replies = answers(cut(speech.part([10], prompt=7)), stream(speech.part([11, 12], prompt=7, finish="stop"), DONE))
+async def test_a_turn_whose_whole_context_is_sent_as_text_is_restarted_where_it_started(speech: Speech) -> None:
+    replies = answers(
+        truncated(speech.part([10], prompt=7)), stream(speech.part([11, 12], prompt=7, finish="stop"), DONE)
+    )
     async with speech.replay(replies) as server, speech.client(server.url, retries=SOON) as client:
         sample = after_a_turn()
         sample.tokens = sample.tokens[len(PROMPT) :]
@@ -161,7 +163,7 @@ async def test_a_turn_whose_whole_context_is_sent_as_text_starts_again_where_it_
     assert (sample.tokens, sample.response, sample.status) == ([0, 1, *TOOL, 11, 12], "abijlm", Status.COMPLETED)
 
 
-def test_a_rewound_sample_has_of_everything_what_goes_with_the_tokens_before() -> None:
+def test_a_rewound_sample_keeps_everything_beside_its_first_tokens() -> None:
     def sample_with(tokens: int) -> Sample:
         return Sample(
             tokens=list(range(3 + tokens)),

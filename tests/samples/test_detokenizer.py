@@ -1,4 +1,4 @@
-"""The text of a response that came in parts is one text out of its ids, and ends where the engine's own ends."""
+"""The text of a response that took several calls is decoded as a whole, and ends where the engine's text ends."""
 
 from __future__ import annotations
 
@@ -9,67 +9,68 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamfold.loopback.core.tokenizer import Tokenizer
-from streamfold.samples.detokenizer import has_stopped_at, whole_text
-from streamfold.samples.sample import Sample
+from streamfold.samples.detokenizer import Detokenizer
+from streamfold.samples.metadata import TurnState
 
 TOKENIZER = Tokenizer()
 PROMPT = TOKENIZER.encode("tell me a story")
 
 
-def told(ids: list[int], *, last: str | None, matched: Any = None, stands: str = "", **params: Any) -> str | None:
-    sample = Sample(tokens=[*PROMPT, *ids], response=stands + "and more", response_length=len(ids))
-    return whole_text(sample, TOKENIZER, params, known=len(stands), last=last, matched=matched)
+def decoded(ids: list[int], *, last: str | None, matched: Any = None, exact: str = "", **params: Any) -> str | None:
+    detokenizer, turn = Detokenizer(tokenizer=TOKENIZER, params=params), TurnState(exact_characters=len(exact))
+    text, tokens = exact + "and more", [*PROMPT, *ids]
+    return detokenizer.text_of_response(tokens, len(ids), text, turn, last_text=last, matched=matched)
 
 
 @pytest.mark.parametrize("last", ["", "\ufffd", "\ufffd\ufffd a tale", None])
-def test_a_character_that_fell_apart_at_the_border_is_whole_again(last: str | None) -> None:
+def test_a_character_split_between_calls_is_whole(last: str | None) -> None:
     ids = TOKENIZER.encode("once 🚀 a tale")
-    assert told(ids, last=last) == "once 🚀 a tale"
+    assert decoded(ids, last=last) == "once 🚀 a tale"
 
 
-def test_a_stop_token_is_shown_where_stops_are_shown_and_left_out_where_they_are_not() -> None:
+def test_a_stop_token_is_in_the_text_only_with_no_stop_trim() -> None:
     ids = [*TOKENIZER.encode("once"), ord("!")]
-    assert told(ids, last="e", matched=ord("!")) == "once"
-    assert told(ids, last="e!", matched=ord("!"), no_stop_trim=True) == "once!"
-    assert told(ids, last="", matched=ord("!")) == "once"
+    assert decoded(ids, last="e", matched=ord("!")) == "once"
+    assert decoded(ids, last="e!", matched=ord("!"), no_stop_trim=True) == "once!"
+    assert decoded(ids, last="", matched=ord("!")) == "once"
 
 
 @pytest.mark.parametrize(("last", "shown"), [("c", "abc"), ("cEND", "abcEND"), ("cENDx", "abcENDx"), ("", "abc")])
-def test_a_stop_string_is_shown_as_far_as_the_engine_shows_it(last: str, shown: str) -> None:
-    assert told(list(b"abcENDx"), last=last, matched="END") == shown
+def test_a_stop_string_is_in_the_text_if_it_is_in_the_engines(last: str, shown: str) -> None:
+    assert decoded(list(b"abcENDx"), last=last, matched="END") == shown
 
 
-def test_a_stop_string_that_stood_before_the_last_part_is_not_the_end() -> None:
+def test_a_stop_string_before_the_last_call_is_not_the_end() -> None:
     ids = list(b"END and much more text than the last part has, cEND")
-    found = told(ids, last="has, c", matched="END")
+    found = decoded(ids, last="has, c", matched="END")
     assert found == "END and much more text than the last part has, c"
 
 
-def test_a_stop_string_is_the_one_that_the_last_token_brought_however_long_the_token_is() -> None:
+def test_the_stop_string_is_the_one_in_the_last_token_even_if_more_text_follows_in_it() -> None:
     ids = TOKENIZER.encode("a question and another question")
-    assert told(ids, last="", matched=" qu") == "a question and another"
-    assert told(ids, last=None, matched="e", no_stop_trim=True) == "a question and another que"
+    assert decoded(ids, last="", matched=" qu") == "a question and another"
+    assert decoded(ids, last=None, matched="e", no_stop_trim=True) == "a question and another que"
 
 
-def test_a_text_that_ends_otherwise_than_the_engines_is_not_taken() -> None:
-    assert told(list(b"abc"), last="the engine knows of something else") is None
+def test_a_text_that_ends_differently_from_the_engines_is_rejected() -> None:
+    assert decoded(list(b"abc"), last="the engine knows of something else") is None
 
 
-def test_what_stands_of_the_text_is_not_changed() -> None:
-    """Whoever wrote a part of it, a tool's answer in words of its own, had a reason."""
-    assert told(list(b"abc"), last="c", stands="ab") == "abc"
-    assert told(list(b"abc"), last="c", stands="ab\ufffd") == "abc"
-    assert told(list(b"abc"), last="c", stands="[a tool's answer]") is None
+def test_exact_characters_are_not_changed() -> None:
+    """A tool's answer may be text that no token decodes to."""
+    assert decoded(list(b"abc"), last="c", exact="ab") == "abc"
+    assert decoded(list(b"abc"), last="c", exact="ab\ufffd") == "abc"
+    assert decoded(list(b"abc"), last="c", exact="[a tool's answer]") is None
 
 
-def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
+def test_special_tokens_are_in_the_text_if_they_are_not_skipped() -> None:
     ids = [ord("a"), TOKENIZER.pad_token_id, ord("b")]
-    assert told(ids, last=None) == "ab"
-    assert told(ids, last=None, skip_special_tokens=False) == "a<|pad|>b"
+    assert decoded(ids, last=None) == "ab"
+    assert decoded(ids, last=None, skip_special_tokens=False) == "a<|pad|>b"
 
 
 class Sentencepiece:
-    """A tokenizer that writes no space before the first word, as those with a metaspace do."""
+    """A tokenizer that decodes the first word without a space, as those with a metaspace do."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         del skip_special_tokens
@@ -77,59 +78,27 @@ class Sentencepiece:
 
 
 def test_the_first_word_of_a_response_keeps_the_space_that_its_context_gives_it() -> None:
-    sample = Sample(tokens=[1, 2, 3], response_length=2)
-    assert whole_text(sample, Sentencepiece(), {}, known=0, last=None, matched=None) == " w2 w3"
+    detokenizer = Detokenizer(tokenizer=Sentencepiece(), params={})
+    assert detokenizer.text_of_response([1, 2, 3], 2, "", TurnState()) == " w2 w3"
+    assert detokenizer.text_of_response([1, 2, 3], 2, "", TurnState(), uses_prompt=False) == "w2 w3"
 
 
-def test_a_response_whose_first_part_was_decoded_alone_is_decoded_alone() -> None:
-    sample = Sample(tokens=[1, 2, 3], response="w2 w3", response_length=2)
-    assert whole_text(sample, Sentencepiece(), {}, known=2, last=None, matched=None) == "w2 w3"
+def test_a_response_whose_first_part_was_decoded_by_itself_is_decoded_by_itself() -> None:
+    detokenizer = Detokenizer(tokenizer=Sentencepiece(), params={})
+    assert detokenizer.text_of_response([1, 2, 3], 2, "w2 w3", TurnState()) == "w2 w3"
+
+
+def test_of_a_later_turn_only_its_own_tokens_are_decoded() -> None:
+    tokens = [*PROMPT, *TOKENIZER.encode("answer 🚀")]
+    turn = TurnState(tokens=6, characters=9, exact_characters=10)
+    text = "[answer] \ufffd"
+    assert Detokenizer(tokenizer=TOKENIZER, params={}).text_of_response(tokens, 10, text, turn) == "[answer] 🚀"
 
 
 @given(st.text(max_size=40), st.data())
-def test_any_text_cut_anywhere_is_decoded_whole(text: str, data: st.DataObject) -> None:
+def test_any_text_split_anywhere_is_decoded_whole(text: str, data: st.DataObject) -> None:
     ids = list(text.encode(errors="replace"))
     border = data.draw(st.integers(0, len(ids)))
     last = bytes(ids[border:]).decode(errors="replace")
-    assert told(ids, last=last) in (TOKENIZER.decode(ids), None)
-    assert told(ids, last=None) == TOKENIZER.decode(ids)
-
-
-@pytest.mark.parametrize(
-    ("text", "params", "found"),
-    [
-        ("abEND c", {"stop": "END"}, (2, False)),
-        ("abEND c", {"stop": ["c", "END"], "no_stop_trim": True}, (5, False)),
-        ("abEN", {"stop": ["END"]}, (None, True)),
-        ("abEND", {"stop": None}, (None, False)),
-        ("ab", {"stop": [""]}, (None, False)),
-    ],
-)
-def test_a_stop_string_is_found_whole_or_begun(
-    text: str, params: dict[str, Any], found: tuple[int | None, bool]
-) -> None:
-    assert has_stopped_at(text, params) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "whole", "within"),
-    [
-        ("ab\ufffd", True, True),  # of the emoji, for all that is known
-        ("a\ufffd", True, False),
-        ("ab", False, True),
-        ("a", False, True),  # the word is held back with its half of a character
-        ("ab", True, True),
-        ("", True, False),
-    ],
-)
-def test_a_part_of_a_character_may_become_one_of_a_stop_string(text: str, *, whole: bool, within: bool) -> None:
-    assert has_stopped_at(text, {"stop": ["b\U0001f642"]}, whole=whole) == (None, within)
-    assert has_stopped_at(text, {"stop": ["\U0001f642"]}, whole=whole).within is (not whole or "\ufffd" in text)
-    assert has_stopped_at(text.replace("b", ""), {"stop": ["bc"]}, whole=whole) == (None, False)
-
-
-@pytest.mark.parametrize(("text", "within"), [("say x ", True), ("say x b", True), ("say b", False), ("say", False)])
-def test_a_word_whose_last_character_is_half_there_may_be_missing_with_it(text: str, *, within: bool) -> None:
-    """SGLang shows a text up to its last space as long as it ends in the half of a character."""
-    assert has_stopped_at(text, {"stop": ["x b\U0001f642"]}, whole=False) == (None, within)
-    assert has_stopped_at(text, {"stop": ["x b!"]}, whole=False).within is text.startswith("say x")
+    assert decoded(ids, last=last) in (TOKENIZER.decode(ids), None)
+    assert decoded(ids, last=None) == TOKENIZER.decode(ids)

@@ -1,4 +1,4 @@
-"""Samples, and the one write that a call makes: to ours and to the host's."""
+"""Samples, and merging a generation into one: ours and a host's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from streamfold import Generation
 from streamfold.rollout.groups import mark_start
 from streamfold.samples.merging import check_ready, merge, meta_info
-from streamfold.samples.reset import note, restart
+from streamfold.samples.metadata import TurnState, add_counts
+from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
+from support.exactly import exactly
 from support.host.helpers import nowhere
 from support.host.slime.utils.types import Sample as HostSample
 
@@ -24,21 +26,21 @@ AnySample = Sample | HostSample
 
 ARGS = nowhere(num_layers=2, moe_router_topk=1, num_experts=None)
 PROMPT = [5, 6, 7]
-NOT_OF_CALLS = {  # what no call writes
+NEVER_WRITTEN = {  # the fields that no call writes
     "group_index", "index", "prompt", "label", "session_id", "multimodal_inputs", "generate_function_path",
     "remove_sample", "train_metadata", "multimodal_train_inputs",
 }  # fmt: skip
 BOTH = pytest.mark.parametrize("kind", [Sample, HostSample], ids=["ours", "the host's"])
 
 
-def generation(*tokens: int, finish: Any = "stop", **told: Any) -> Generation:
+def generation(*tokens: int, finish: Any = "stop", **fields: Any) -> Generation:
     defaults: dict[str, Any] = {
         "text": "".join(chr(97 + token) for token in tokens),
         "prompt_tokens": 3,
         "cached_tokens": 2,
         "version_spans": [("v1", 0, len(tokens))] if tokens else [],
     }
-    return Generation(list(tokens), [-token / 8 for token in tokens], finish_reason=finish, **{**defaults, **told})
+    return Generation(list(tokens), [-token / 8 for token in tokens], finish_reason=finish, **{**defaults, **fields})
 
 
 def top_p(*kept: list[int]) -> tuple[list[int], list[int]]:
@@ -50,7 +52,7 @@ def experts(rows: int, first: int = 0) -> Any:
 
 
 def arrays_as_lists(sample: AnySample) -> dict[str, Any]:
-    """All fields, comparable."""
+    """All fields, with arrays as lists, to be compared."""
     return {k: v.tolist() if isinstance(v, np.ndarray) else copy.deepcopy(v) for k, v in vars(sample).items()}
 
 
@@ -61,7 +63,7 @@ def arrays_as_lists(sample: AnySample) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("finish", "status"), [("stop", "COMPLETED"), ("length", "TRUNCATED"), ("abort", "ABORTED"), (None, "ABORTED")]
 )
-def test_a_call_is_written_with_everything_that_came_with_it(kind: Any, finish: Any, status: str) -> None:
+def test_a_generation_is_written_with_all_its_side_data(kind: Any, finish: Any, status: str) -> None:
     sample = kind(prompt="x", tokens=list(PROMPT))
     made = generation(1, 2, finish=finish, top_p=top_p([1, 9], [2]), routed_experts=experts(4))
     merge(sample, made, ARGS)
@@ -78,7 +80,7 @@ def test_a_call_is_written_with_everything_that_came_with_it(kind: Any, finish: 
 
 
 @BOTH
-def test_a_second_call_goes_on_where_the_first_was_cut(kind: Any) -> None:
+def test_a_second_generation_extends_an_aborted_one(kind: Any) -> None:
     sample = kind(tokens=list(PROMPT))
     merge(sample, generation(1, 2, finish=None, top_p=top_p([1, 9], [2]), routed_experts=experts(4)), ARGS)
     sample.loss_mask = [0, 0]
@@ -103,7 +105,7 @@ def test_spans_of_one_version_are_joined_over_calls() -> None:
 
 
 @BOTH
-def test_lists_that_others_hold_too_stay_as_they_are(kind: Any) -> None:
+def test_shared_lists_are_not_changed(kind: Any) -> None:
     lists: dict[str, Any] = {
         "tokens": [*PROMPT, 1],
         "loss_mask": [1],
@@ -140,14 +142,14 @@ def test_an_empty_call_fits_a_response_without_logprobs_and_one_with_top_p_ids(k
 
 @BOTH
 @pytest.mark.parametrize(
-    ("told", "given", "wanted"), [("b", "other", "b"), ("", "other", ""), (None, "other", "other"), (None, None, "")]
+    ("sent", "given", "expected"), [("b", "other", "b"), ("", "other", ""), (None, "other", "other"), (None, None, "")]
 )
-def test_text_is_the_engines_and_where_it_sent_none_the_given_one(
-    kind: Any, told: str | None, given: str | None, wanted: str
+def test_the_given_text_is_used_only_if_the_engine_sent_none(
+    kind: Any, sent: str | None, given: str | None, expected: str
 ) -> None:
     sample = kind(tokens=list(PROMPT))
-    merge(sample, generation(1, text=told), ARGS, text=given)
-    assert sample.response == wanted
+    merge(sample, generation(1, text=sent), ARGS, text=given)
+    assert sample.response == expected
 
 
 @BOTH
@@ -161,7 +163,7 @@ def test_tokens_that_are_not_trained_on_have_a_mask_of_zeros_and_no_logprobs(kin
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
 @BOTH
-def test_experts_are_kept_as_int32_whatever_they_came_as(kind: Any, dtype: Any) -> None:
+def test_experts_of_any_dtype_are_kept_as_int32(kind: Any, dtype: Any) -> None:
     sample = kind(tokens=list(PROMPT))
     merge(sample, generation(1, routed_experts=experts(3).astype(dtype)), ARGS)
     assert sample.rollout_routed_experts.dtype == np.int32
@@ -187,10 +189,18 @@ TOP_P_FIELDS = {
 MISFITS: dict[str, tuple[dict[str, Any], Generation, str]] = {
     "a short mask": ({"loss_mask": []}, generation(2), "loss_mask has 0 entries, but response_length is 1"),
     "long logprobs": ({"rollout_log_probs": [0.0] * 2}, generation(2), "rollout_log_probs has 2 entries"),
-    "no logprobs before": ({"rollout_log_probs": None}, generation(2), "some tokens have log-probabilities"),
-    "no logprobs now": ({}, Generation([2], finish_reason="stop"), "some tokens have log-probabilities"),
-    "no top-p before": ({}, generation(2, top_p=top_p([2])), "some tokens have top-p arrays"),
-    "no top-p now": (TOP_P_FIELDS, generation(2), "some tokens have top-p arrays"),
+    "no logprobs before": (
+        {"rollout_log_probs": None},
+        generation(2),
+        "1 response tokens lack log-probabilities, but the next 1 have them",
+    ),
+    "no logprobs now": (
+        {},
+        Generation([2], finish_reason="stop"),
+        "1 response tokens have log-probabilities, but the next 1 lack them",
+    ),
+    "no top-p before": ({}, generation(2, top_p=top_p([2])), "1 response tokens lack top-p ids"),
+    "no top-p now": (TOP_P_FIELDS, generation(2), "1 response tokens have top-p ids"),
     "short offsets": (
         {**TOP_P_FIELDS, "rollout_top_p_token_offsets": np.array([0], np.int32)},
         generation(2, top_p=top_p([2])),
@@ -205,7 +215,7 @@ MISFITS: dict[str, tuple[dict[str, Any], Generation, str]] = {
 
 @BOTH
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_what_does_not_fit_is_refused_before_anything_is_touched(kind: Any, misfit: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_changed(kind: Any, misfit: str) -> None:
     fields, made, message = MISFITS[misfit]
     sample = with_response(kind, **fields)
     before, lists = arrays_as_lists(sample), {name: id(value) for name, value in vars(sample).items()}
@@ -217,7 +227,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(kind: Any, misf
 
 @BOTH
 @pytest.mark.parametrize("status", ["COMPLETED", "TRUNCATED", "FAILED"])
-def test_a_finished_sample_is_not_gone_on_with(kind: Any, status: str) -> None:
+def test_a_finished_sample_is_not_written(kind: Any, status: str) -> None:
     sample = with_response(kind, status=kind.Status[status])
     before = arrays_as_lists(sample)
     with pytest.raises(ValueError, match=status):
@@ -235,10 +245,10 @@ def test_experts_that_a_host_could_not_shape_never_reach_it(args: Any) -> None:
 
 
 @BOTH
-def test_whatever_else_a_host_refuses_leaves_its_sample_as_it_was(kind: Any) -> None:
+def test_an_exception_of_a_hosts_method_leaves_its_sample_unchanged(kind: Any) -> None:
     class Refuses(kind):  # type: ignore[misc]  # either of two
-        def append_response_tokens(self, *args: Any, **told: Any) -> None:
-            super().append_response_tokens(*args, **told)
+        def append_response_tokens(self, *args: Any, **values: Any) -> None:
+            super().append_response_tokens(*args, **values)
             raise KeyError("something")
 
     sample = with_response(Refuses)
@@ -250,8 +260,8 @@ def test_whatever_else_a_host_refuses_leaves_its_sample_as_it_was(kind: Any) -> 
 
 
 @BOTH
-def test_a_sample_that_starts_again_is_clean_in_every_field_and_its_twin_stays_as_it_was(kind: Any) -> None:
-    """THUDM/slime#2092: what was left of the first try went on to be trained on."""
+def test_a_restarted_sample_has_the_defaults_in_every_field_and_its_copy_is_unchanged(kind: Any) -> None:
+    """THUDM/slime#2092: what was left of the first try was trained on."""
     args = nowhere(num_layers=2, moe_router_topk=1, num_experts=None, sglang_speculative_algorithm="EAGLE")
     fresh = kind(prompt="x", tokens=list(PROMPT), label="y", session_id="z", metadata={"mine": 1})
     sample = copy.deepcopy(fresh)
@@ -263,9 +273,10 @@ def test_a_sample_that_starts_again_is_clean_in_every_field_and_its_twin_stays_a
     assert arrays_as_lists(twin) == before
     sample.reward = 1.0
     mark_start([sample], 4)
-    note(sample, text_joined=True, lost_side_data=2)
+    TurnState(1, 1, exact_characters=2, text_joined=True).save(sample)
+    add_counts(sample, lost_side_data=2)
     changed = {name for name, value in arrays_as_lists(sample).items() if value != arrays_as_lists(fresh)[name]}
-    assert vars(sample).keys() - changed <= NOT_OF_CALLS
+    assert vars(sample).keys() - changed <= NEVER_WRITTEN
     restart(sample)
     assert arrays_as_lists(sample) == {
         **arrays_as_lists(fresh),
@@ -273,13 +284,13 @@ def test_a_sample_that_starts_again_is_clean_in_every_field_and_its_twin_stays_a
     }
 
 
-def test_what_the_engine_did_not_tell_is_left_out() -> None:
-    told = meta_info(
+def test_what_the_engine_did_not_report_is_left_out() -> None:
+    complete = meta_info(
         generation(1, prompt_tokens=None, cached_tokens=None, version_spans=[], meta={"spec_verify_ct": None})
     )
-    assert told == {"completion_tokens": 1, "finish_reason": {"type": "stop"}}
-    cut = meta_info(generation(1, finish=None, cached_tokens=0, meta={"spec_verify_ct": 3, "e2e_latency": 1.5}))
-    assert cut == {
+    assert complete == {"completion_tokens": 1, "finish_reason": {"type": "stop"}}
+    aborted = meta_info(generation(1, finish=None, cached_tokens=0, meta={"spec_verify_ct": 3, "e2e_latency": 1.5}))
+    assert aborted == {
         "completion_tokens": 1,
         "prompt_tokens": 3,
         "cached_tokens": 0,
@@ -297,24 +308,24 @@ def test_counts_of_the_calls_are_added_up() -> None:
     assert host.prefix_cache_info.to_dict() == {"cached_tokens": 2, "total_prompt_tokens": 7}
 
 
-def test_the_latest_of_several_versions_is_the_calls() -> None:
+def test_the_weight_version_of_a_call_is_its_latest() -> None:
     sample = Sample(tokens=list(PROMPT))
     merge(sample, generation(1, 2, version_spans=[("v1", 0, 1), ("v2", 1, 2)]))
     assert sample.weight_versions == ["v2"]
 
 
 @BOTH
-def test_a_sample_is_ready_if_it_can_be_gone_on_with(kind: Any) -> None:
+def test_only_pending_and_aborted_samples_are_ready(kind: Any) -> None:
     check_ready(kind())
     check_ready(with_response(kind))
     with pytest.raises(ValueError, match="COMPLETED"):
         check_ready(with_response(kind, status=kind.Status.COMPLETED))
 
 
-# Ours alone.
+# Our own sample.
 
 
-def test_a_tools_tokens_stand_between_those_of_calls() -> None:
+def test_a_tools_tokens_are_written_between_those_of_calls() -> None:
     sample = Sample(tokens=list(PROMPT))
     merge(sample, generation(1, finish=None, top_p=top_p([1, 9])))
     sample.append_response_tokens(tokens=[50, 51], trainable=False, text="tool")
@@ -328,7 +339,7 @@ def test_a_tools_tokens_stand_between_those_of_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "changed",
     [
         {"log_probs": None},
         {"log_probs": [-1.0, -1.0]},
@@ -339,16 +350,16 @@ def test_a_tools_tokens_stand_between_those_of_calls() -> None:
     ],
     ids=["no logprobs", "two logprobs", "late top-p ids", "no offsets", "two rows", "an unknown end"],
 )
-def test_our_own_method_takes_everything_or_nothing(told: dict[str, Any]) -> None:
+def test_append_response_tokens_is_atomic(changed: dict[str, Any]) -> None:
     sample = with_response(Sample)
     before = arrays_as_lists(sample)
     with pytest.raises(ValueError, match=r"."):
-        sample.append_response_tokens(tokens=[2], **{"log_probs": [-0.25], **told})
+        sample.append_response_tokens(tokens=[2], **{"log_probs": [-0.25], **changed})
     assert arrays_as_lists(sample) == before
 
 
 @pytest.mark.parametrize("offsets", [[0, 1], [0, 2, 2], [1, 1, 1], [0, 2, 1]])
-def test_top_p_offsets_begin_at_zero_never_fall_and_end_at_the_number_of_ids(offsets: list[int]) -> None:
+def test_top_p_offsets_start_at_zero_never_decrease_and_end_at_the_number_of_ids(offsets: list[int]) -> None:
     meta = {"top_p_token_ids": [7], "top_p_token_offsets": offsets}
     sample = Sample(tokens=list(PROMPT))
     with pytest.raises(ValueError, match="top_p_token_offsets"):
@@ -359,9 +370,7 @@ def test_top_p_offsets_begin_at_zero_never_fall_and_end_at_the_number_of_ids(off
     "written", [lambda a: a.tolist(), lambda a: a, lambda a: a.tobytes()], ids=["list", "array", "bytes"]
 )
 @pytest.mark.parametrize("prefix", ["top_p", "top_p_kept"])
-def test_top_p_arrays_are_read_however_they_are_written_and_are_ours(
-    written: Callable[[Any], Any], prefix: str
-) -> None:
+def test_top_p_arrays_of_any_encoding_are_copied(written: Callable[[Any], Any], prefix: str) -> None:
     ids, offsets = (np.array(values, np.int32) for values in ([7, 8], [0, 2]))
     meta = {f"{prefix}_token_ids": written(ids), f"{prefix}_token_offsets": written(offsets)}
     sample = Sample(tokens=list(PROMPT))
@@ -372,7 +381,7 @@ def test_top_p_arrays_are_read_however_they_are_written_and_are_ours(
     assert ids[0] == 7
 
 
-def test_a_sample_survives_json() -> None:
+def test_a_sample_survives_a_round_trip_through_json() -> None:
     sample = Sample(prompt="x", tokens=list(PROMPT), index=3, group_index=1, metadata={"k": [1]}, session_id="s")
     merge(sample, generation(1, 2, top_p=top_p([1, 9], [2]), routed_experts=experts(4)))
     sample.reward = 0.5
@@ -381,7 +390,45 @@ def test_a_sample_survives_json() -> None:
     assert again.rollout_routed_experts is not None
     assert again.rollout_routed_experts.dtype == np.int32
     assert again.status is Sample.Status.COMPLETED
-    assert Sample.from_dict({}) == Sample()
+    assert exactly(Sample.from_dict({})) == exactly(Sample())
+
+
+def test_samples_are_compared_by_identity_even_with_arrays() -> None:
+    sample = Sample(tokens=[*PROMPT, 1], response_length=1, rollout_routed_experts=experts(3))
+    twin = copy.deepcopy(sample)
+    assert sample == sample  # noqa: PLR0124
+    assert sample != twin
+    assert [twin, sample].index(sample) == 1
+    assert len({sample, twin, sample}) == 2
+
+
+@pytest.mark.parametrize("n", [0, 2, 32_000])
+def test_the_repr_of_a_sample_of_any_size_has_at_most_three_lines(n: int) -> None:
+    sample = Sample(
+        prompt="x" * n,
+        tokens=[*PROMPT, *range(n)],
+        index=7,
+        response="once\n" * n,
+        response_length=n,
+        reward={f"part{i}": i / 3 for i in range(n)} or None,
+        metadata={"notes": list(range(n))},
+    )
+    if n:
+        sample.loss_mask, sample.rollout_log_probs = [1] * n, [-0.125] * n
+        sample.rollout_routed_experts = np.zeros((n + 2, 2, 1), np.int32)
+        sample.status = Sample.Status.COMPLETED
+    text = repr(sample)
+    assert len(text.splitlines()) == (3 if n else 2)
+    assert all(len(line) <= 220 for line in text.splitlines())
+    assert f"index=7, status={sample.status.name}, tokens=3 prompt + {n} response, reward=" in text
+    if n:
+        assert f"loss_mask=[{n}], rollout_log_probs=[{n}], rollout_routed_experts=[{n + 2}, 2, 1]" in text
+        assert "response='once\\nonce" in text
+
+
+def test_the_repr_of_a_reward_has_one_line() -> None:
+    sample = Sample(reward=np.zeros((2, 2)))  # type: ignore[arg-type]  # a reward function may return anything
+    assert len(repr(sample).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -399,7 +446,7 @@ def test_a_sample_survives_json() -> None:
         ({"theirs": 1}, "no theirs"),
     ],
 )
-def test_a_dictionary_that_is_no_sample_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_a_dictionary_that_is_not_a_sample_is_refused(changed: dict[str, Any], message: str) -> None:
     sample = Sample(tokens=list(PROMPT))
     merge(sample, generation(1, 2, top_p=top_p([1, 9], [2]), routed_experts=experts(4)))
     with pytest.raises(ValueError, match=message):

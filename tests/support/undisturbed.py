@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamfold import Client, StreamfoldError
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.sample import Sample
 from support.disturbing import TOP_P
 
@@ -148,10 +148,8 @@ async def carry(work: Work, client: Watched, ends: set[int]) -> None:
     cuts = dice.choice([0, 0, 1, 2, 3, 5])
     while sample.status not in ENDS.values():
         cutter = Cutter(client, dice)
-        asked = complete(
-            client, sample, work.params, stop_ids=ends, aborted=cutter.flag.is_set, on_generation=work.note
-        )
-        task = asyncio.ensure_future(asked)
+        options = CompletionOptions(stop_ids=ends, aborted=cutter.flag.is_set, on_generation=work.note)
+        task = asyncio.ensure_future(complete(client, sample, work.params, options=options))
         if cuts > 0:
             cuts, how = cuts - 1, dice.choice(WAYS)
             await asyncio.wait({task}, timeout=dice.uniform(0, dice.choice([0.01, 0.12, 0.12, 0.12])))

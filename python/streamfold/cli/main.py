@@ -14,6 +14,7 @@ import typer
 
 from streamfold._core import DIALECTS, __version__
 from streamfold.cli import demo as job
+from streamfold.cli.completing import complete_all
 from streamfold.cli.console import (
     check_out,
     console,
@@ -35,7 +36,6 @@ from streamfold.client.limits import Limits, Retries
 from streamfold.client.urls import bearer
 from streamfold.engines.detect import ENGINES
 from streamfold.errors import DecodeError, EngineError
-from streamfold.samples.completion import complete_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

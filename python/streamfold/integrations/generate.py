@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
 from streamfold.integrations.base import SampleRequest, metadata_of, router_url
 from streamfold.integrations.clients import client_handle
 from streamfold.integrations.settings import Settings
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
+from streamfold.samples.metadata import FINISHED_AS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from streamfold.integrations.settings import Args
 
 __all__ = ["client_for", "generate_sample"]
-
-_ENDED: Final = "streamfold_ended"  # metadata: how a response finished that the trainer takes for aborted
 
 
 async def generate_sample(
@@ -94,12 +93,7 @@ async def _complete(
     if extra is None:
         sample.status = type(sample.status).ABORTED
         return
-    await complete(
-        request.handle.client,
-        sample,
-        params,
-        resume=request.settings.resume,
-        args=request.args,
+    options = CompletionOptions(
         tokenizer=tokenizer,
         stop_ids=request.handle.stop_ids,
         headers=request.headers,
@@ -108,6 +102,8 @@ async def _complete(
         resume_aborts=False,
         on_generation=partial(integration.update_span, span),
     )
+    client, resume = request.handle.client, request.settings.resume
+    await complete(client, sample, params, resume=resume, options=options, args=request.args)
 
 
 def _check(integration: Integration, args: Args, sample: TrainerSample) -> None:
@@ -146,16 +142,16 @@ def _settle_status(sample: TrainerSample, error: BaseException) -> None:
     if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
         # The response finished before the abort took effect, but the trainer takes a cancelled sample for partial.
         note = {"at": sample.response_length, "as": sample.status.name}
-        sample.metadata = {**metadata_of(sample), _ENDED: note}
+        sample.metadata = {**metadata_of(sample), FINISHED_AS: note}
 
 
 def _restore_status(sample: TrainerSample) -> bool:
     """Set the status that :func:`_settle_status` kept, if the response has not changed; remove the note."""
     metadata = metadata_of(sample)
-    if _ENDED not in metadata:
+    if FINISHED_AS not in metadata:
         return False
-    sample.metadata = {key: value for key, value in metadata.items() if key != _ENDED}
-    note: dict[str, Any] = metadata[_ENDED]
+    sample.metadata = {key: value for key, value in metadata.items() if key != FINISHED_AS}
+    note: dict[str, Any] = metadata[FINISHED_AS]
     if note["at"] != sample.response_length or not sample.response_length:
         return False
     sample.status = type(sample.status)[note["as"]]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.rollout.groups import is_finished, restart_samples, sort_key, unfinished_samples
-from streamfold.samples.reset import note
+from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -104,7 +104,7 @@ class SampleGenerator:
             restart_samples([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
-        note(sample, resumed=1)
+        add_counts(sample, resumed=1)
 
     def _dp_rank(self) -> contextlib.AbstractContextManager[Any]:
         """The trainer's own balancing of data-parallel ranks, which generate functions may use."""

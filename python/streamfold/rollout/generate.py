@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client._internal import internals_of
-from streamfold.samples.completion import complete
+from streamfold.samples.completion import CompletionOptions, complete
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,17 +35,14 @@ class CompleteSample:
         """Return the sample, finished or ABORTED."""
         with self._rank() as rank:
             headers, extra = internals_of(self._client).engine_spec.route(getattr(sample, "session_id", None), rank)
-            return await complete(
-                self._client,
-                sample,
-                sampling_params,
-                resume=self._config.resume,
+            options = CompletionOptions(
                 logprobs=self._config.logprobs,
                 stop_ids=self._stop_ids,
                 headers=headers,
                 extra=extra,
                 aborted=aborted,
             )
+            return await complete(self._client, sample, sampling_params, resume=self._config.resume, options=options)
 
     @contextlib.contextmanager
     def _rank(self) -> Iterator[int | None]:

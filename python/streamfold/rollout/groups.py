@@ -11,6 +11,7 @@ import copy
 import itertools
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
+from streamfold.samples.metadata import START_ROLLOUT_ID
 from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
 
@@ -34,7 +35,6 @@ told of this case, as few users have it: ``cast`` the element, or check it with 
 
 # FAILED is a host's status for a result of its own generator, which is never generated a second time.
 _FINISHED: Final = ("COMPLETED", "TRUNCATED", "FAILED")
-_START: Final = "start_rollout_id"
 
 AnyGroup: TypeAlias = list[Any]
 """A group where it is passed in: of samples of ours or of a host's, or with elements that are lists of them."""
@@ -139,11 +139,13 @@ def restart_samples(samples: Iterable[Sample]) -> int:
 def mark_start(group: Elements, version: int) -> None:
     """Set ``metadata["start_rollout_id"]`` of each sample that has a response and no such key."""
     for sample in samples_of(group):
-        if sample.response_length and _START not in (sample.metadata or {}):
-            sample.metadata = {**(sample.metadata or {}), _START: version}  # a new dict: the old one may be shared
+        if sample.response_length and START_ROLLOUT_ID not in (sample.metadata or {}):
+            # A new dict: the old one may be shared.
+            sample.metadata = {**(sample.metadata or {}), START_ROLLOUT_ID: version}
 
 
 def start_of(group: Elements, version: int) -> int:
     """The rollout (or weight version) in which the oldest response of the group started; ``version`` if none is set."""
-    starts: list[int] = [s.metadata[_START] for s in samples_of(group) if _START in (s.metadata or {})]
+    metadata = [sample.metadata or {} for sample in samples_of(group)]
+    starts: list[int] = [each[START_ROLLOUT_ID] for each in metadata if START_ROLLOUT_ID in each]
     return min([version, *starts])

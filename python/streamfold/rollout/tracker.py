@@ -18,7 +18,7 @@ from streamfold.rollout.groups import (
     start_of,
     unfinished_samples,
 )  # fmt: skip
-from streamfold.samples.reset import note
+from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,7 +215,7 @@ class GroupTracker:
         for group in (outcome.group for outcome in failed):
             samples = samples_of(group)
             self._stats.groups["failed"] += 1
-            note((unfinished_samples(group) or samples)[0], failures=1)
+            add_counts((unfinished_samples(group) or samples)[0], failures=1)
             if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
                 returned.append(group)
             else:

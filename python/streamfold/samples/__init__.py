@@ -1,1 +1,1 @@
-"""One sample to its end: merge generations into it, resume it, decide whether it has stopped, decode its text."""
+"""One sample: its fields, merging generations into it, completing it, stop detection, detokenizing, resetting."""

@@ -1,13 +1,11 @@
-"""One sample to its end: asked for, written, and asked for again from its own tokens, as the policy says.
+"""Complete a sample (:func:`complete`): request it, merge what was generated, retry failures, resume what was aborted.
 
-Generations are never joined to each other. What a call brought is merged into the sample; a later call is asked with
-the sample's tokens and the budget less them, exactly as for any partial sample.
+Generations are never joined to each other. What a call has generated is merged into the sample, and a later call is
+sent the sample's prompt plus generated tokens, with ``max_new_tokens`` reduced, as for any partial sample.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,25 +16,53 @@ from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
-from streamfold.samples.merging import check_ready, merge
-from streamfold.samples.reset import note
-from streamfold.samples.stopping import Ending
+from streamfold.samples.merging import check_ready
+from streamfold.samples.metadata import add_counts
+from streamfold.samples.stopping import Verdict
+from streamfold.samples.turn import Turn
+from streamfold.samples.validation import check_uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from streamfold._types import SampleLike, Tokenizer
     from streamfold.client.client import Client
-    from streamfold.samples.sample import Sample
 
-__all__ = ["Resume", "complete", "complete_all"]
+__all__ = ["CompletionOptions", "Extra", "Resume", "complete"]
 
 Resume = Literal["continue", "restart", "raise"]
-Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # what a request holds besides, now or when it is made
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # further keys of a request, or what makes them
 S = TypeVar("S", bound="SampleLike")
 
 _LOGGER = logging.getLogger("streamfold")
-_PROMPTS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
+_PROMPT_KEYS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """How :func:`complete` makes the requests of a sample.
+
+    Attributes:
+        logprobs: whether to request log-probabilities; the same for all calls of a sample.
+        tokenizer: decodes responses whose engine sends no text, or that took several calls; None: the client's.
+        stop_ids: tokens that end a response, besides ``stop_token_ids``: the model's EOS. A response that is aborted
+            right behind such a token is finished. The set is shared: an EOS at which the engine is seen to stop is
+            added to it.
+        headers: of each request.
+        extra: further keys of each request, or a function that is called for each request to give them. ``text``,
+            ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt.
+        aborted: a host's flag. While it returns True, no request is sent and nothing is resumed.
+        resume_aborts: whether to resume after an abort event that neither the caller nor the host has caused. If not,
+            the abort is the result.
+        on_generation: called with what each call has generated, before it is merged.
+    """
+
+    logprobs: bool = True
+    tokenizer: Tokenizer | None = None
+    stop_ids: set[int] | None = None
+    headers: Mapping[str, str] | None = None
+    extra: Extra | None = None
+    aborted: Callable[[], bool] | None = None
+    resume_aborts: bool = True
+    on_generation: Callable[[Generation], object] | None = None
 
 
 async def complete(
@@ -45,306 +71,297 @@ async def complete(
     sampling_params: Mapping[str, Any],
     *,
     resume: Resume = "continue",
+    options: CompletionOptions | None = None,
     args: Any = None,  # noqa: ANN401  # the host's own
-    logprobs: bool = True,
-    tokenizer: Tokenizer | None = None,
-    stop_ids: set[int] | None = None,
-    headers: Mapping[str, str] | None = None,
-    extra: Extra | None = None,
-    aborted: Callable[[], bool] | None = None,
-    resume_aborts: bool = True,
-    on_generation: Callable[[Generation], object] | None = None,
 ) -> S:
-    """Ask for ``sample`` until it is COMPLETED or TRUNCATED, each time going on from the tokens that it has.
+    """Request ``sample`` until it is COMPLETED or TRUNCATED, each time from the prompt plus the generated tokens.
 
-    What a call brought is written before anything else happens, also when the call failed or this is cancelled. While
-    no token has come the client itself tries again. After that ``resume`` decides about a stream that was truncated or
-    damaged, an engine that fell silent, a retryable error and an abort that nobody here asked for. Each resume is
-    logged and counted in ``metadata["resumed"]``; ``client.retries`` bounds how many there are, and says how long to
-    wait before each.
+    What a call has generated is merged before anything else happens, also if the call failed or this is cancelled. As
+    long as a call has received no token, the client itself retries it. After that ``resume`` decides what follows a
+    truncated or damaged stream, a timeout, a retryable error and an abort by the engine. Each resume is logged and
+    counted in ``metadata["resumed"]``; ``client.retries`` limits their number and gives the backoff before each.
 
-    A prompt without ids (``sample.tokens`` empty) goes to the engine as ``sample.prompt``. Such a sample cannot go on
-    from its own tokens: once cut, it starts again from its prompt, and ``metadata["restarted_tokens"]`` counts what
-    was dropped. So does one that was cut in the middle of what may be a stop string, or that has a grammar or
-    ``stop_regex``: an engine would begin with them anew. A later turn starts again from where it began; behind a
-    prompt without ids there is none.
+    A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. Such a sample cannot be resumed from
+    its tokens: it is restarted from its prompt, and ``metadata["restarted_tokens"]`` counts what was dropped. The same
+    holds if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine
+    would match them from their beginning. A later turn is restarted from where it started; it needs the prompt's ids.
 
     Args:
         client: of the engine.
-        sample: ours or a host's; PENDING, or ABORTED and gone on with. One that is at its end is returned as it is. If
-            it is PENDING and has a response, a new turn begins behind that, whatever that ends with.
-        sampling_params: as the engine has them, for the whole response: ``max_new_tokens`` counts all of it, and a
-            call is given what is left. Without it nothing is resumed. Never changed.
-        resume: ``"continue"`` goes on from the tokens that came. ``"restart"`` goes back to the state before the call
-            that failed, and asks again. ``"raise"`` leaves it to the caller.
-        args: the host's settings, for its samples.
-        logprobs: whether to ask for log-probabilities; the same for all calls of a sample.
-        tokenizer: makes text of ids where the engine sends none, or was cut; None: the client's.
-        stop_ids: tokens that end a response, besides ``stop_token_ids``. An abort may come with such a token, and
-            then there is nothing to go on with. Those at which the engine is seen to stop are added to it.
-        headers: of each request.
-        extra: further keys of each request, or a function that gives them anew. If there is ``text``, ``input_ids`` or
-            ``token_ids`` among them, that is the prompt.
-        aborted: a host's own flag: no request leaves while it is true, and nothing is resumed.
-        resume_aborts: whether an abort event that nobody here asked for is gone on with. If not, it is a result.
-        on_generation: told what each call brought, before it is written.
+        sample: ours or a host's; PENDING, or ABORTED and then resumed. One that is finished is returned as it is. If
+            it is PENDING and has a response, another turn starts behind that.
+        sampling_params: in the engine's words, for the whole response: ``max_new_tokens`` limits all of it, and each
+            call is given what is left. Without ``max_new_tokens`` nothing is resumed. Never changed.
+        resume: ``"continue"`` resumes from the tokens that were received. ``"restart"`` drops what the failed call has
+            generated and requests it again. ``"raise"`` raises the error.
+        options: how the requests are made; None: the defaults.
+        args: the host's settings, which its samples need.
 
     Returns:
-        The sample, at its end. ABORTED if somebody aborted its call, or the engine did and that is a result.
+        The sample: COMPLETED or TRUNCATED; ABORTED if the caller or the host aborted it, or the engine did and
+        ``options.resume_aborts`` is False.
 
     Raises:
-        StreamfoldError: the last try failed, or another one would be refused again (4xx), or side data that was asked
-            for did not come. The sample is ABORTED and holds what can be gone on with.
-        ValueError: something asked for makes no sense, or what came does not fit the sample.
-        asyncio.CancelledError: somebody cancelled this. What had arrived is in the sample, which is ABORTED, unless
-            the engine was faster.
+        StreamfoldError: the last retry failed, or the engine would refuse another one (4xx), or requested side data
+            was not received. The sample is ABORTED and can be resumed.
+        ValueError: the request is invalid, or what was received does not fit the sample.
+        asyncio.CancelledError: this was cancelled. What was received is in the sample, which is ABORTED, unless the
+            engine finished it first.
     """
-    internals, host_abort = internals_of(client), AbortSignal.of(aborted)
-    client_abort = internals.abort_signal
-    params = internals.engine_spec.normalize_params(sampling_params)
-    ending = Ending(
-        sample=sample,
-        params=params,
-        engine_spec=internals.engine_spec,
-        tokenizer=tokenizer if tokenizer is not None else client.tokenizer,
-        ends=set() if stop_ids is None else stop_ids,
-        has_experts=client.experts is not None,
-    )
-    work = _Completion(
-        client=client,
-        sample=sample,
-        params=params,
-        ending=ending,
-        args=args,
-        logprobs=logprobs,
-        headers=headers,
-        extra=extra,
-        aborted=host_abort,
-        on_generation=on_generation,
-    )
-    if ending.has_come:
-        return sample
-    check_ready(sample)
-    work.check()
-    ending.begin()
-    if (outlook := ending.settle()) == "ended":
-        return sample
-    failures = 0
-    for tries_left in itertools.count(client.retries.tries - 1, -1):
-        if outlook == "goes back":
-            if host_abort.is_set():
-                return sample  # it is not asked for again
-            ending.go_back()
-        generation, error, cut_here = await work.ask()
-        cut_here = cut_here or client_abort.is_set()
-        if host_abort.is_set():
-            cut_here = True
-            if isinstance(error, StreamTruncated):  # vLLM up to 0.31 ends so what was aborted
-                error = None
-        if error is None and generation.finish_reason == "abort" and resume_aborts and not cut_here:
-            message = "the engine aborted it, and nobody here had asked for that"
-            error = EngineError(message, retryable=True, partial=generation)
-        again = (
-            error is not None
-            and resume != "raise"
-            and tries_left > 0
-            and "max_new_tokens" in params
-            and _worth_another_try(error, generation)
-        )
-        if _is_damaged(error, generation) or (again and resume == "restart"):
-            work.drop(generation)
-        elif not work.try_to_write(generation, error):
-            again = False
-        if error is None or (outlook := ending.settle()) == "ended":
-            return sample
-        if not again:
-            raise error
-        _LOGGER.info("sample %s goes on from token %s after: %s", sample.index, sample.response_length, error)
-        failures = 1 if len(generation.token_ids) else failures + 1
-        if cut_here or await (client_abort | host_abort).wait(client.retries.pause(failures)):
-            return sample  # an abort is a result
-        note(sample, resumed=1)
-    raise AssertionError  # the count has no end
+    options = options or CompletionOptions()
+    completion = _Completion(client, sample, sampling_params, resume=resume, options=options, args=args)
+    if not completion.is_finished:
+        await completion.run()
+    return sample
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class _Outcome:
+    """How a call ended.
+
+    Attributes:
+        generation: what it has generated.
+        error: what it failed with; None if it finished, or if its abort is the result.
+        was_aborted: whether the caller, the client or the host has aborted it.
+    """
+
+    generation: Generation
+    error: StreamfoldError | None
+    was_aborted: bool
+
+    @property
+    def has_tokens(self) -> bool:
+        return len(self.generation.token_ids) > 0
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether an event was lost, as a count behind the terminal event says: then no token is certain."""
+        return isinstance(self.error, DecodeError) and self.generation.finish_reason is not None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another call may succeed. One that has received no token was retried by the client already."""
+        error = self.error
+        if isinstance(error, EngineError):
+            return error.retryable and (self.has_tokens or self.generation.finish_reason == "abort")
+        return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and self.has_tokens
+
+
 class _Completion:
-    """One sample, and how it is asked for."""
+    """One run of :func:`complete`."""
 
-    client: Client
-    sample: SampleLike
-    params: dict[str, Any]
-    ending: Ending
-    args: Any
-    logprobs: bool
-    headers: Mapping[str, str] | None
-    extra: Extra | None
-    aborted: AbortSignal
-    on_generation: Callable[[Generation], object] | None
+    def __init__(
+        self,
+        client: Client,
+        sample: SampleLike,
+        sampling_params: Mapping[str, Any],
+        *,
+        resume: Resume,
+        options: CompletionOptions,
+        args: Any,  # noqa: ANN401  # the host's own
+    ) -> None:
+        self._client = client
+        self._sample = sample
+        internals = internals_of(client)
+        self._engine_spec = internals.engine_spec
+        self._client_abort = internals.abort_signal  # held: abort_all sets it, and replaces it for later work
+        self._host_abort = AbortSignal.of(options.aborted)
+        self._params = self._engine_spec.normalize_params(sampling_params)
+        self._resume = resume
+        self._options = options
+        self._args = args
+        self._calls_left = client.retries.tries
+        self._failures = 0  # of calls in a row that have received no token
+        self._turn = Turn(
+            sample=sample,
+            params=self._params,
+            engine_spec=self._engine_spec,
+            tokenizer=options.tokenizer if options.tokenizer is not None else client.tokenizer,
+            eos_ids=set() if options.stop_ids is None else options.stop_ids,
+            has_experts=client.experts is not None,
+        )
 
-    def check(self) -> None:
-        """Refuse what cannot end well before anything is asked for."""
-        sample, limit = self.sample, self.params.get("max_new_tokens")
-        if isinstance(limit, int) and limit < sample.response_length:
-            raise ValueError(f"max_new_tokens is {limit}, but the response has {sample.response_length} tokens already")
-        if sample.response_length and self.logprobs != (sample.rollout_log_probs is not None):
-            raise ValueError(
-                "a part of the response has log-probabilities and the rest would not, or the other way round: "
-                "ask for them always, or never"
-            )
+    @property
+    def is_finished(self) -> bool:
+        return self._turn.is_finished
+
+    async def run(self) -> None:
+        """Make calls until the sample is finished, its abort is the result, or no call may follow."""
+        check_ready(self._sample)
+        self._check_request()
+        turn = self._turn
+        turn.start()
+        verdict = turn.judge()
+        while verdict is not Verdict.FINISHED:
+            if verdict is Verdict.RESTART:
+                if self._host_abort.is_set():
+                    return  # keep what there is: no call may follow that replaces it
+                turn.restart()
+            outcome = self._assess(await self._call())
+            may_resume = self._write_or_drop(outcome, may_resume=self._may_resume(outcome))
+            if outcome.error is None:
+                return
+            verdict = turn.judge()
+            if verdict is Verdict.FINISHED:
+                return
+            if not may_resume:
+                raise outcome.error
+            if not await self._back_off(outcome):
+                return
+            add_counts(self._sample, resumed=1)
+
+    # The request.
+
+    def _check_request(self) -> None:
+        """Raise ValueError, before anything is sent, if what the calls will generate cannot fit the sample."""
+        sample, before, limit = self._sample, self._sample.response_length, self._params.get("max_new_tokens")
+        if isinstance(limit, int) and limit < before:
+            raise ValueError(f"max_new_tokens is {limit}, but the response has {before} tokens already")
+        if not before:
+            return
+        has_logprobs = sample.rollout_log_probs is not None
+        check_uniform("log-probabilities", before=before, has=has_logprobs, more=None, gets=self._options.logprobs)
         has_top_p = getattr(sample, "rollout_top_p_token_offsets", None) is not None
-        expects = expects_top_p(self.params)
-        told_anyway = has_top_p and internals_of(self.client).engine_spec.sends_unrequested_side_data
-        if sample.response_length and expects != has_top_p and not told_anyway:
-            raise ValueError(
-                "a part of the response has top-p ids and the rest would not: ask for them always, or never"
-            )
+        if not (has_top_p and self._engine_spec.sends_unrequested_side_data):
+            check_uniform("top-p ids", before=before, has=has_top_p, more=None, gets=expects_top_p(self._params))
 
-    async def ask(self) -> tuple[Generation, StreamfoldError | None, bool]:
-        """Make one call: what it brought, what it failed with, and whether it was cut from here."""
-        sample, has = self.sample, self.sample.response_length
-        params = dict(self.params)
-        for name in ("max_new_tokens", "min_new_tokens"):
-            if isinstance(params.get(name), int) and params[name] > 0:  # whatever else it is, is not for us to mend
-                params[name] = max(0, params[name] - has)
-        extra = dict((self.extra() if callable(self.extra) else self.extra) or {})
-        if len(sample.tokens) == has and not extra.keys() & _PROMPTS:
-            if has:  # what the prompt was as text cannot be put before them
-                raise ValueError("another turn needs the ids of the prompt before those of the response: sample.tokens")
-            extra["text"] = sample.prompt
-        call = self.client.start(
-            None if extra.keys() & _PROMPTS else sample.tokens,
-            params,
-            logprobs=self.logprobs,
-            headers=self.headers,
+    async def _call(self) -> _Outcome:
+        """Make one call. If this is cancelled, the call is aborted and what it has generated is merged."""
+        self._calls_left -= 1
+        input_ids, extra = self._prompt()
+        call = self._client.start(
+            input_ids,
+            self._remaining_params(),
+            logprobs=self._options.logprobs,
+            headers=self._options.headers,
             extra=extra,
-            aborted=self.aborted,
+            aborted=self._host_abort,
         )
         try:
-            return await call, None, call.aborting
+            return _Outcome(await call, None, call.aborting)
         except StreamfoldError as error:
-            return await call.abort(), error, call.aborting  # at once: it has ended
-        except BaseException as because:
+            return _Outcome(await call.abort(), error, call.aborting)  # at once: the call has ended
+        except BaseException as cause:
             generation = await call.abort()
-            if _is_damaged(call.error, generation):
-                self.drop(generation)
-            else:
-                self.try_to_write(generation, because)
+            failure = call.error if isinstance(call.error, StreamfoldError) else None
+            self._write_or_drop(_Outcome(generation, failure, was_aborted=True), cause=cause)
             raise
 
-    def try_to_write(self, generation: Generation, because: BaseException | None) -> bool:
-        """Write what a call brought. Where it ended ``because`` of something, that is what has to be told."""
-        try:
-            self.write(generation)
-        except Exception:
-            if because is None:
-                raise
-            _LOGGER.exception("nothing of a call of sample %s could be kept", self.sample.index)
-            return False
-        return True
+    def _prompt(self) -> tuple[list[int] | None, dict[str, Any]]:
+        """The ids to send, if the prompt is sent as ids, and the further keys of the request."""
+        sample, extra = self._sample, self._options.extra
+        keys = dict((extra() if callable(extra) else extra) or {})
+        if keys.keys() & _PROMPT_KEYS:
+            return None, keys
+        if len(sample.tokens) > sample.response_length:
+            return sample.tokens, keys
+        if sample.response_length:
+            raise ValueError("another turn needs the ids of the prompt before those of the response: sample.tokens")
+        return None, {**keys, "text": sample.prompt}
 
-    def write(self, generation: Generation) -> None:
-        """Write what a call brought, or count it as lost if it is of no use without what did not come with it.
+    def _remaining_params(self) -> dict[str, Any]:
+        """The sampling parameters with the limits that are left for the next call."""
+        params = dict(self._params)
+        for name in ("max_new_tokens", "min_new_tokens"):
+            if isinstance(params.get(name), int) and params[name] > 0:  # any other value is for the client to refuse
+                params[name] = max(0, params[name] - self._sample.response_length)
+        return params
+
+    # The outcome.
+
+    def _assess(self, outcome: _Outcome) -> _Outcome:
+        """Decide whether a call has failed: an abort that this process has caused is a result, any other is not."""
+        error, was_aborted = outcome.error, outcome.was_aborted or self._client_abort.is_set()
+        if self._host_abort.is_set():
+            was_aborted = True
+            if isinstance(error, StreamTruncated):  # how vLLM up to 0.31 ends a stream that was aborted
+                error = None
+        is_unexpected_abort = error is None and outcome.generation.finish_reason == "abort" and not was_aborted
+        if is_unexpected_abort and self._options.resume_aborts:
+            message = "the engine aborted the request, which neither the caller nor the host had requested"
+            error = EngineError(message, retryable=True, partial=outcome.generation)
+        return _Outcome(outcome.generation, error, was_aborted)
+
+    def _may_resume(self, outcome: _Outcome) -> bool:
+        has_budget = "max_new_tokens" in self._params  # otherwise it is not known what is left
+        return outcome.is_resumable and has_budget and self._resume != "raise" and self._calls_left > 0
+
+    def _write_or_drop(
+        self, outcome: _Outcome, *, may_resume: bool = False, cause: BaseException | None = None
+    ) -> bool:
+        """Merge what a call has generated, or leave the sample as it was before the call.
+
+        Args:
+            outcome: of the call.
+            may_resume: whether another call may follow.
+            cause: what ended the call, if it is not the outcome's error.
+
+        Returns:
+            Whether another call may still follow.
+        """
+        if outcome.is_damaged or (may_resume and self._resume == "restart"):
+            add_counts(self._sample, restarted_tokens=len(outcome.generation.token_ids))
+            self._abort_sample()
+            return may_resume
+        try:
+            self._write(outcome.generation)
+        except Exception:
+            if outcome.error is None and cause is None:
+                raise
+            # The error that ended the call is the one to raise.
+            _LOGGER.exception("the tokens of a call of sample %s could not be merged", self._sample.index)
+            return False
+        return may_resume
+
+    def _write(self, generation: Generation) -> None:
+        """Merge what a call has generated, or drop and count it if requested side data is missing.
 
         Raises:
-            EngineError: the response has come to its end, and arrays that were asked for did not come with it.
-            ValueError: it does not fit the sample.
+            EngineError: the response is finished, and requested side data was not received.
+            ValueError: what was received does not fit the sample.
         """
-        if self.on_generation is not None:
-            self.on_generation(generation)
-        if self.client.experts is None and internals_of(self.client).engine_spec.sends_unrequested_side_data:
+        if self._options.on_generation is not None:
+            self._options.on_generation(generation)
+        if self._client.experts is None and self._engine_spec.sends_unrequested_side_data:
             generation = _without_experts(generation)
-        sample, more = self.sample, len(generation.token_ids)
-        ended = generation.finish_reason in ("stop", "length")
-        lacks_top_p = more > 0 and generation.top_p is None and expects_top_p(self.params)
-        lacks_experts = ended and self.client.experts is not None and generation.routed_experts is None
-        if lacks_top_p or lacks_experts:
-            # Both come with the terminal event alone. Tokens without their top-p ids cannot be replayed.
-            note(sample, lost_side_data=more)
-            sample.status = type(sample.status)["ABORTED"]
-            if ended:
-                what = "top-p ids" if lacks_top_p else "routed experts"
-                raise EngineError(
-                    f"the engine sent no {what}, which were asked for, with its last event: was it started with them?",
-                    partial=generation,
-                )
+        finished, missing = generation.finish_reason in ("stop", "length"), self._missing_side_data(generation)
+        if missing is None:
+            self._turn.write(generation, self._args)
             return
-        self.ending.learn(generation)
-        known = self.ending.known_text
-        merge(sample, generation, self.args, text=self.ending.text_of(generation))
-        self.ending.border(generation, known)
+        add_counts(self._sample, lost_side_data=len(generation.token_ids))
+        self._abort_sample()
+        if finished:
+            raise EngineError(
+                f"the engine sent no {missing}, which were requested, with its last event: was it started with them?",
+                partial=generation,
+            )
 
-    def drop(self, generation: Generation) -> None:
-        """Leave the sample as it was before the call."""
-        note(self.sample, restarted_tokens=len(generation.token_ids))
-        self.sample.status = type(self.sample.status)["ABORTED"]
+    def _missing_side_data(self, generation: Generation) -> str | None:
+        """Name requested side data that was not received; it is sent with the terminal event alone."""
+        if len(generation.token_ids) and generation.top_p is None and expects_top_p(self._params):
+            return "top-p ids"  # tokens without them cannot be replayed
+        finished = generation.finish_reason in ("stop", "length")
+        has_experts = self._client.experts is None or generation.routed_experts is not None
+        return "routed experts" if finished and not has_experts else None
+
+    def _abort_sample(self) -> None:
+        self._sample.status = type(self._sample.status)["ABORTED"]
+
+    # The next call.
+
+    async def _back_off(self, outcome: _Outcome) -> bool:
+        """Wait before the next call; False if an abort forbids it."""
+        if outcome.was_aborted:
+            return False
+        sample = self._sample
+        _LOGGER.info("resuming sample %s at token %s after: %s", sample.index, sample.response_length, outcome.error)
+        self._failures = 1 if outcome.has_tokens else self._failures + 1
+        return not await (self._client_abort | self._host_abort).wait(self._client.retries.pause(self._failures))
 
 
 def _without_experts(generation: Generation) -> Generation:
-    """The same without the routed experts that nobody has asked for: in no sample is a place for them."""
+    """A copy without routed experts, which were not requested: samples then have no place for them."""
     if generation.routed_experts is None:
         return generation
-    given, named = generation.__getnewargs_ex__()  # all that makes a generation, as for a pickle
-    return Generation(*given, **{**named, "routed_experts": None})
-
-
-def _is_damaged(error: BaseException | None, generation: Generation) -> bool:
-    """Whether an event was lost, as only the count shows that comes after the end: then nothing of it is certain."""
-    return isinstance(error, DecodeError) and generation.finish_reason is not None
-
-
-def _worth_another_try(error: StreamfoldError, generation: Generation) -> bool:
-    """Whether to go on after a failure. While no token had come the client has tried again as often as it may."""
-    if isinstance(error, EngineError):
-        return error.retryable and (len(generation.token_ids) > 0 or generation.finish_reason == "abort")
-    # A damaged event after good tokens is a stream that was cut.
-    return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and len(generation.token_ids) > 0
-
-
-async def complete_all(
-    client: Client,
-    samples: Iterable[Sample],
-    on_end: Callable[[Sample, StreamfoldError | ValueError | None], object],
-    *,
-    concurrency: int = 64,
-    stop_ids: Iterable[int] = (),
-    logprobs: bool = True,
-) -> None:
-    """Complete all ``samples``, each by its own ``metadata["sampling_params"]``, so many at once.
-
-    ``on_end`` is called once for each sample that was begun, with the error that ended it, if one did; what it raises
-    ends the run. Cancelling this cuts what is in flight, and hands the partial samples to ``on_end`` too. A second
-    cancel ends the drains of side data.
-
-    Raises:
-        ValueError: ``concurrency`` is below 1.
-    """
-    if concurrency < 1:
-        raise ValueError(f"concurrency must be at least 1, not {concurrency}")
-    rest, ends = iter(samples), set(stop_ids)
-
-    async def work() -> None:
-        for sample in rest:
-            params = sample.metadata["sampling_params"]
-            error: StreamfoldError | ValueError | None = None
-            try:
-                await complete(client, sample, params, stop_ids=ends, logprobs=logprobs)
-            except (StreamfoldError, ValueError) as failure:
-                error = failure
-            finally:
-                on_end(sample, error)
-
-    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
-    cancelled = None
-    while pending := [worker for worker in workers if not worker.done()]:
-        try:
-            await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        for worker in pending:  # none is left, or one has failed, or all are to end: calls end within bounds
-            worker.cancel()
-    for worker in workers:
-        if not worker.cancelled():
-            worker.result()
-    if cancelled is not None:
-        raise cancelled
+    args, kwargs = generation.__getnewargs_ex__()  # all that makes a generation, as for a pickle
+    return Generation(*args, **{**kwargs, "routed_experts": None})

@@ -1,132 +1,140 @@
-"""The text of a response that was cut: one text out of its ids, and the stop strings in it.
+"""Detokenize a response: the text of one call, or the whole text of a response that took several calls.
 
-Engines decode what they generate in one call. At the border of two calls a character of several tokens falls apart:
-its first half is held back by one call and looked at as a part of the prompt by the next.
+An engine decodes only what it generates in one call. Where a character of several tokens is split between two calls,
+the first call holds its first part back, and the second one takes that part for the end of the prompt: the concatenated
+text lacks the character. Decoding the ids of the whole response once gives the text that one uninterrupted call would
+have sent. Everything here takes values and returns values; nothing touches a sample.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from streamfold.samples.stopping import stop_position
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from streamfold._types import SampleLike, Tokenizer
+    from streamfold._types import Tokenizer
+    from streamfold.samples.metadata import TurnState
 
-__all__ = ["Stop", "has_stopped_at", "where_stopped", "whole_text"]
+__all__ = ["Detokenizer"]
 
-_CONTEXT: Final = 5  # tokens of the prompt that decide how the first ones of a response are written
-_LOOK_BACK: Final = 16  # characters of the engine's text that have to agree with ours
+_CONTEXT: Final = 5  # tokens of the prompt that decide how the first tokens of a response are decoded
+_COMPARED: Final = 16  # characters at the end of the engine's text that have to be at the end of ours
+_REPLACEMENT: Final = "\ufffd"  # how a character is decoded of which only a part has been generated
 
 
-class Stop(NamedTuple):
-    """Where a text stands with the stop strings that were asked for.
+@dataclass(frozen=True, kw_only=True)
+class Detokenizer:
+    """Decodes responses as their engine would.
 
     Attributes:
-        end: where the response ends, as one of them is in it; otherwise None.
-        within: whether the text ends in what may become one.
-    """
-
-    end: int | None
-    within: bool
-
-
-def has_stopped_at(text: str, params: Mapping[str, Any], *, whole: bool = True) -> Stop:
-    """Look for the stop strings of some sampling parameters.
-
-    Args:
-        text: what has been generated. U+FFFD at its end is a character of which only a part has come.
-        params: the sampling parameters.
-        whole: whether the text is that of all tokens. If not, such a part of a character may be missing at its end,
-            and the word before it: what follows the last space.
-    """
-    told = params.get("stop") or []
-    stops = [stop for stop in ([told] if isinstance(told, str) else told) if stop]
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    if found:
-        at, stop = min(found)
-        return Stop(at + len(stop) if params.get("no_stop_trim") else at, within=False)
-    complete = text.rstrip("\ufffd")
-    half = not whole or complete != text
-
-    def has_begun(stop: str, size: int) -> bool:
-        if size and complete == text and complete.endswith(stop[:size]):
-            return True
-        if not half or stop[size].isascii():
-            return False
-        first = size if whole else stop.rfind(" ", 0, size) + 1
-        return any(complete.endswith(stop[:shown]) for shown in range(first, size + 1))
-
-    return Stop(None, any(has_begun(stop, size) for stop in stops for size in range(len(stop))))
-
-
-def where_stopped(text: str, before_last: str, stop: str) -> int:
-    """Where the stop string begins at which a text has ended, by what it was before its last token; -1 if nowhere."""
-    at = text.find(stop, max(0, len(before_last) - len(stop) + 1))
-    return at if at >= 0 else text.rfind(stop)  # several tokens may have come at once
-
-
-def whole_text(
-    sample: SampleLike,
-    tokenizer: Tokenizer,
-    params: Mapping[str, Any],
-    *,
-    turn: tuple[int, int] = (0, 0),
-    known: int,
-    last: str | None,
-    matched: int | str | None,
-    alone: bool = False,
-    lags: bool = False,
-) -> str | None:
-    """Decode a response that came in parts, once, with the tokens before it as context.
-
-    Args:
-        sample: with the response's ids.
         tokenizer: of the model.
-        params: the sampling parameters: whether special tokens and stop strings are shown.
-        turn: tokens and characters at the beginning of the response that stand as they are.
-        known: characters at the beginning of the response's text that stand. What else it has was joined.
-        last: the engine's own text of the last part, to see how much of its end is shown; None if it sent none.
-        matched: the stop token or string that ended the response.
-        alone: the engine sends no text, so that a response of one call is decoded without the tokens before it.
-        lags: the engine tells a character with its last token: one that the prompt leaves open is of the response's
-            text, and a half one at the end of none. Otherwise the first is of the prompt's, and the other is shown.
-
-    Returns:
-        The text; None if it does not begin as what stands, or not end as the engine's, which then knows better.
+        params: the sampling parameters: ``skip_special_tokens``, and ``no_stop_trim``, which keeps the stop token or
+            string in the text.
+        uses_prompt: whether the engine decodes a response with the tokens before it as context. One that sends no text
+            does not: its responses are decoded by themselves.
+        delays_text: whether the engine sends a character with the last of its tokens: then a character that the prompt
+            leaves incomplete is a part of the response's text, and an incomplete one at the end is not. Otherwise the
+            first is a part of the prompt's text, and the second is sent as U+FFFD.
     """
-    skip = params.get("skip_special_tokens", True)
-    tokens_before, begins = turn
-    start = len(sample.tokens) - sample.response_length + tokens_before
-    ids, before = sample.tokens[start:], sample.tokens[max(0, start - _CONTEXT) : start]
 
-    def decode(head: list[int], ids: list[int]) -> str:
-        context = tokenizer.decode(head, skip_special_tokens=skip)
-        text, complete = tokenizer.decode(head + ids, skip_special_tokens=skip), context.rstrip("\ufffd")
-        if text.startswith(complete):
-            return text[len(complete if lags else context) :]
-        return tokenizer.decode(ids, skip_special_tokens=skip)
+    tokenizer: Tokenizer
+    params: Mapping[str, Any]
+    uses_prompt: bool = True
+    delays_text: bool = False
 
-    stands = sample.response[begins:known].rstrip("\ufffd")
-    heads: list[list[int]] = [[]] if alone else [before, []]
-    decoded = ((head, text) for head in heads if (text := decode(head, ids)).startswith(stands))
-    head, text = next(decoded, (None, ""))
-    if head is None:
-        return None
-    shown, candidates = bool(params.get("no_stop_trim")), [text]
-    if isinstance(matched, int):
-        if tokenizer.decode([matched], skip_special_tokens=skip):  # otherwise it shows nowhere
-            candidates.append(decode(head, ids[:-1]))
-    elif matched and (at := where_stopped(text, decode(head, ids[:-1]), matched)) >= 0:
-        candidates = [text[: at + len(matched)], text, text[:at]]
-    if not shown:
-        candidates.reverse()
-    if lags:
-        candidates = [text for whole in candidates for text in (whole.rstrip("\ufffd"), whole)]
-    if last is None:
-        return sample.response[:begins] + candidates[0]
-    ending = last[-_LOOK_BACK:]
-    # Of a short last part only the end can be compared: its beginning may be a half of a character.
-    ending = ending if len(last) > _LOOK_BACK else ending.lstrip("\ufffd")[1:]
-    text_of_turn = next((text for text in candidates if text.endswith(ending)), None)
-    return None if text_of_turn is None else sample.response[:begins] + text_of_turn
+    def text_of_call(self, ids: list[int], finish_reason: str | None, matched: int | str | None) -> str:
+        """Decode what one call has generated; as engines do, without the stop token or string.
+
+        Args:
+            ids: at least one.
+            finish_reason: of the call.
+            matched: the stop token or string at which it stopped, if any.
+        """
+        stopped, keeps_stop = finish_reason == "stop", self.params.get("no_stop_trim")
+        if stopped and not keeps_stop and ids[-1] == matched:
+            ids = ids[:-1]
+        text = self._decode(ids)
+        if not stopped or not isinstance(matched, str) or not matched:
+            return text
+        at = stop_position(text, self._decode(ids[:-1]), matched)
+        return text if at < 0 else text[: at + len(matched) if keeps_stop else at]
+
+    def text_of_response(
+        self,
+        tokens: Sequence[int],
+        response_length: int,
+        text: str,
+        turn: TurnState,
+        *,
+        last_text: str | None = None,
+        matched: int | str | None = None,
+        uses_prompt: bool = True,
+    ) -> str | None:
+        """Decode a response that took several calls, with the tokens before it as context.
+
+        Args:
+            tokens: of the prompt, then of the response.
+            response_length: tokens of the response.
+            text: of the response, with the concatenated texts of its calls.
+            turn: the tokens and characters at the start of the response that are not decoded again, and how many
+                characters are exact: the decoded text has to begin with those.
+            last_text: the engine's text of the last call, whose end the result must have; None if it sent none.
+            matched: the stop token or string that ended the response.
+            uses_prompt: False if the last call sent no text, so that the response is decoded by itself.
+
+        Returns:
+            The text; None if it does not begin with the exact characters, or not end as the engine's does: the engine
+            is right then.
+        """
+        start = len(tokens) - response_length + turn.tokens
+        ids, before = list(tokens[start:]), list(tokens[max(0, start - _CONTEXT) : start])
+        exact = text[turn.characters : turn.exact_characters].rstrip(_REPLACEMENT)
+        for context in [before, []] if uses_prompt and self.uses_prompt else [[]]:
+            decoded = self._decode_after(context, ids)
+            if decoded.startswith(exact):
+                break
+        else:
+            return None
+        candidates = self._with_possible_ends(decoded, context, ids, matched)
+        if last_text is not None:
+            candidates = _ending_like(last_text, candidates)
+        return text[: turn.characters] + candidates[0] if candidates else None
+
+    def _with_possible_ends(
+        self, text: str, context: list[int], ids: list[int], matched: int | str | None
+    ) -> list[str]:
+        """The text with each end that the engine may have sent, the expected one first."""
+        candidates = [text]
+        if isinstance(matched, int):
+            if self._decode([matched]):  # a special token that is skipped makes no difference
+                candidates.append(self._decode_after(context, ids[:-1]))
+        elif matched and (at := stop_position(text, self._decode_after(context, ids[:-1]), matched)) >= 0:
+            candidates = [text[: at + len(matched)], text, text[:at]]
+        if not self.params.get("no_stop_trim"):
+            candidates.reverse()
+        if self.delays_text:
+            candidates = [end for candidate in candidates for end in (candidate.rstrip(_REPLACEMENT), candidate)]
+        return candidates
+
+    def _decode_after(self, context: list[int], ids: list[int]) -> str:
+        """The text of ``ids`` behind a context."""
+        before, text = self._decode(context), self._decode(context + ids)
+        whole_before = before.rstrip(_REPLACEMENT)
+        if text.startswith(whole_before):
+            return text[len(whole_before if self.delays_text else before) :]
+        return self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=self.params.get("skip_special_tokens", True))
+
+
+def _ending_like(last_text: str, candidates: list[str]) -> list[str]:
+    """The candidates that end as the engine's text of the last call does."""
+    end = last_text[-_COMPARED:]
+    if len(last_text) <= _COMPARED:  # only its own end can be compared: it may begin with a part of a character
+        end = end.lstrip(_REPLACEMENT)[1:]
+    return [candidate for candidate in candidates if candidate.endswith(end)]

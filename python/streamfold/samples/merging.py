@@ -1,4 +1,4 @@
-"""One checked write per call: merges a :class:`~streamfold.Generation` into a sample, ours or a trainer's."""
+"""Merge a :class:`~streamfold.Generation` into a sample, ours or a trainer's: one checked, atomic write per call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from streamfold.samples.sample import Sample
+from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_ready", "merge", "meta_info"]
 
-# What hosts' methods change in place, lists and counters.
+# Lists and counters that hosts' methods change in place.
 _IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
-_SPECULATION: Final = {  # a host's name, and vLLM's, the newer one first
+_SPECULATION: Final = {  # a host's name of a count, and vLLM's names of it, the newer one first
     "spec_accept_token_num": ("num_accepted_draft_tokens", "num_accepted_tokens"),
     "spec_draft_token_num": ("num_draft_tokens",),
     "spec_verify_ct": ("num_spec_steps", "num_verify_steps"),
@@ -39,44 +40,28 @@ def merge(
     text: str | None = None,
     trainable: bool = True,
 ) -> None:
-    """Write what one call brought to ``sample``, ours or a host's: one write, checked before it touches anything.
+    """Append what one call has generated to ``sample``, ours or a host's; checked before anything is changed.
 
-    The status follows from the finish reason; without one the call was cut, and the sample is ABORTED. Lists that the
-    sample shares with others are replaced, not changed.
+    The status follows from the finish reason. Without one the call was aborted, and the sample is ABORTED. Lists that
+    the sample shares with others are replaced, not changed.
 
     Args:
-        sample: PENDING, or ABORTED and gone on with. Its ``tokens`` are those that the call was asked with.
-        generation: what the call brought.
-        args: handed to the host's method; a host's sample needs ``num_layers`` and ``moe_router_topk`` of it to take
-            routed experts.
-        text: used where the generation has none: the engine ran without a tokenizer.
-        trainable: whether the new tokens are trained on. Those that are not go without log-probabilities.
+        sample: PENDING, or ABORTED and resumed. Its ``tokens`` are those that the call was sent.
+        generation: what the call has generated.
+        args: the settings that a host's method needs: ``num_layers`` and ``moe_router_topk`` with routed experts.
+        text: used if the generation has none, because the engine runs without a tokenizer.
+        trainable: whether the new tokens are trained on. Those that are not are written without log-probabilities.
 
     Raises:
-        ValueError: the two do not fit; nothing has been written.
+        ValueError: the generation does not fit the sample, which is unchanged.
     """
     check_ready(sample)
     _check_fit(sample, generation, args, trainable=trainable)
-    before, more = sample.response_length, len(generation.token_ids)
-    logprobs = None if generation.logprobs is None or not trainable else generation.logprobs.tolist()
-    if not more and sample.rollout_log_probs is None and before:
-        logprobs = None  # nothing came, and that is not to be an empty list beside tokens that have none
-    # Whatever else a host's method may refuse, and when: the sample is then as it was.
+    before = sample.response_length
     as_it_was = dict(vars(sample))
     try:
-        for name in _IN_PLACE:
-            if (shared := getattr(sample, name, None)) is not None:
-                setattr(sample, name, copy.copy(shared))
-        sample.append_response_tokens(
-            args,
-            tokens=generation.token_ids.tolist(),
-            log_probs=logprobs,
-            trainable=trainable,
-            meta_info={**meta_info(generation), **_arrays(sample, generation)},
-            text=generation.text if generation.text is not None else text or "",
-            update_terminal_info=generation.finish_reason is not None,
-        )
-    except BaseException:
+        _append(sample, generation, args, text, trainable=trainable)
+    except BaseException:  # a host's method may raise anything, after it has changed the sample
         vars(sample).update(as_it_was)
         raise
     if generation.finish_reason is None:
@@ -86,72 +71,85 @@ def merge(
         sample.version_spans = _joined([*sample.version_spans, *moved])
 
 
+def _append(
+    sample: SampleLike,
+    generation: Generation,
+    args: Any,  # noqa: ANN401  # the host's own
+    text: str | None,
+    *,
+    trainable: bool,
+) -> None:
+    """Call the sample's own method, on copies of the lists that it may change in place."""
+    for name in _IN_PLACE:
+        if (shared := getattr(sample, name, None)) is not None:
+            setattr(sample, name, copy.copy(shared))
+    logprobs = generation.logprobs.tolist() if trainable and generation.logprobs is not None else None
+    if not len(generation.token_ids) and sample.rollout_log_probs is None and sample.response_length:
+        logprobs = None  # an empty list must not stand beside tokens that have no log-probabilities
+    sample.append_response_tokens(
+        args,
+        tokens=generation.token_ids.tolist(),
+        log_probs=logprobs,
+        trainable=trainable,
+        meta_info={**meta_info(generation), **_arrays(sample, generation)},
+        text=generation.text if generation.text is not None else text or "",
+        update_terminal_info=generation.finish_reason is not None,
+    )
+
+
 def check_ready(sample: SampleLike) -> None:
-    """Check that a sample can be gone on with, before anything is asked for it.
+    """Check, before anything is requested, that a sample can be written.
 
     Raises:
-        ValueError: its status is neither PENDING nor ABORTED, or what it holds is not of one length.
+        ValueError: its status is neither PENDING nor ABORTED, or its lengths disagree.
     """
     if sample.status.name not in ("PENDING", "ABORTED"):
-        raise ValueError(f"the sample is {sample.status.name}: only a pending or aborted one can be gone on with")
-    before = sample.response_length
-    if not 0 <= before <= len(sample.tokens):
-        raise ValueError(f"response_length is {before}, but there are {len(sample.tokens)} tokens in all")
-    for name in ("loss_mask", "rollout_log_probs"):
-        values = getattr(sample, name, None)
-        if values is not None and len(values) != before:
-            raise ValueError(f"{name} has {len(values)} entries, but response_length is {before}")
-    offsets = getattr(sample, "rollout_top_p_token_offsets", None)
-    if offsets is not None and len(offsets) != before + 1:
-        raise ValueError(f"rollout_top_p_token_offsets has {len(offsets)} entries, but response_length is {before}")
+        raise ValueError(f"the sample is {sample.status.name}: only PENDING and ABORTED ones can be written")
+    check_lengths(sample)
 
 
 def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainable: bool) -> None:  # noqa: ANN401
     before, more = sample.response_length, len(generation.token_ids)
-    if before and more and trainable:
+    if trainable:
         for what, kept, new in (
             ("log-probabilities", sample.rollout_log_probs, generation.logprobs),
-            ("top-p arrays", getattr(sample, "rollout_top_p_token_offsets", None), generation.top_p),
+            ("top-p ids", getattr(sample, "rollout_top_p_token_offsets", None), generation.top_p),
         ):
-            if (kept is None) != (new is None):
-                raise ValueError(f"some tokens have {what} and others none: ask for them in every call, or in none")
+            check_uniform(what, before=before, has=kept is not None, more=more, gets=new is not None)
     experts = _whole_experts(sample, generation)
     if experts is not None and not isinstance(sample, Sample):
         shape = tuple(getattr(args, name, None) for name in ("num_layers", "moe_router_topk"))
         if shape != experts.shape[1:]:
             raise ValueError(
-                f"routed experts are of shape {experts.shape}, but args tell {shape[0]} layers (num_layers) "
+                f"routed experts are of shape {experts.shape}, but args have {shape[0]} layers (num_layers) "
                 f"of {shape[1]} experts (moe_router_topk)"
             )
 
 
 def _whole_experts(sample: SampleLike, generation: Generation) -> Int32 | None:
-    """The rows of all tokens but the last: those of the generation, or those kept and then those."""
+    """The routed experts of all tokens but the last: the generation's, behind the sample's if it has only new rows."""
     new = generation.routed_experts
     if new is None:
         return None
     rows = max(0, len(sample.tokens) + len(generation.token_ids) - 1)
     kept = getattr(sample, "rollout_routed_experts", None)
-    have = 0 if kept is None else len(kept)
-    if new.ndim == 3 and len(new) == rows:
-        return new.astype(np.int32, copy=False)
-    if new.ndim == 3 and kept is not None and have + len(new) == rows:
-        return np.concatenate([np.asarray(kept, np.int32), new.astype(np.int32, copy=False)])
-    raise ValueError(
-        f"routed experts are of shape {new.shape}, but {rows} rows (tokens - 1) are needed, and {have} are kept"
-    )
+    check_expert_rows(new, rows, kept=0 if kept is None else len(kept))
+    experts = new.astype(np.int32, copy=False)
+    return experts if len(new) == rows else np.concatenate([np.asarray(kept, np.int32), experts])
 
 
 def meta_info(generation: Generation) -> dict[str, Any]:
-    """What the engine told of a call, under the hosts' keys and without arrays; what it did not tell is left out."""
-    told = generation.meta
-    meta: dict[str, Any] = {key: value for key, value in told.items() if key.startswith("spec_") and value is not None}
-    meta |= _speculation(told)
+    """Give what the engine reported with a call, without arrays, under the hosts' keys; absent values have no key."""
+    reported = generation.meta
+    meta: dict[str, Any] = {
+        key: value for key, value in reported.items() if key.startswith("spec_") and value is not None
+    }
+    meta |= _speculation(reported)
     meta["completion_tokens"] = len(generation.token_ids)
     if generation.finish_reason is not None:
-        reason = told.get("finish_reason")  # SGLang's is an object, vLLM's a word
+        reason = reported.get("finish_reason")  # SGLang's is an object, vLLM's a word
         meta["finish_reason"] = {**(reason if isinstance(reason, dict) else {}), "type": generation.finish_reason}
-    version = generation.version_spans[-1][0] if generation.version_spans else told.get("weight_version")
+    version = generation.version_spans[-1][0] if generation.version_spans else reported.get("weight_version")
     latest = {
         "prompt_tokens": generation.prompt_tokens,
         "cached_tokens": generation.cached_tokens,
@@ -160,11 +158,11 @@ def meta_info(generation: Generation) -> dict[str, Any]:
     return meta | {key: value for key, value in latest.items() if value is not None}
 
 
-def _speculation(told: Mapping[str, Any]) -> dict[str, int]:
-    """The counts of speculative decoding that vLLM tells, or a patched build of it, under the hosts' names."""
-    stats = told.get("request_spec_decode_stats")
+def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:
+    """The counts of speculative decoding that vLLM, or a patched build of it, reports, under the hosts' names."""
+    stats = reported.get("request_spec_decode_stats")
     if not isinstance(stats, dict):
-        metrics = told.get("metrics")
+        metrics = reported.get("metrics")
         stats = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     if not isinstance(stats, dict):
         return {}
@@ -182,7 +180,7 @@ def _arrays(sample: SampleLike, generation: Generation) -> dict[str, Any]:
 
 
 def _joined(spans: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Spans with equal neighbours made one."""
+    """Join neighbouring spans of one version."""
     joined: list[tuple[str, int, int]] = []
     for version, start, end in spans:
         if joined and joined[-1][0] == version and joined[-1][2] == start:

@@ -1,45 +1,45 @@
-"""Going back: a sample to its prompt, or to where its turn begins. And the notes that samples carry of it."""
+"""Reset a sample: to its prompt (:func:`restart`), or to where its current turn started (:func:`rewind`)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from streamfold.samples.metadata import FINISHED_AS, START_ROLLOUT_ID, TurnState, add_counts, remove_keys
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
-__all__ = ["KNOWN_TEXT", "TURN", "note", "restart", "rewind"]
+__all__ = ["restart", "rewind"]
 
-# What a sample starts without: all that calls have written, and what was made of it.
-_OF_CALLS: Final = (
+# The fields that calls and rewards write, ours and the hosts'.
+_WRITTEN_FIELDS: Final = (
     "response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets", "rollout_routed_experts", "weight_versions", "version_spans", "spec_info",
     "prefix_cache_info", "prompt_tokens", "cached_tokens", "status",
 )  # fmt: skip
-KNOWN_TEXT: Final = "streamfold_known_text"  # a note: how much of a joined text is certain
-TURN: Final = "streamfold_turn"  # a note: the tokens and characters before the turn that is being generated
-_NOTES_OF_TURNS: Final = ("text_joined", "streamfold_ended", KNOWN_TEXT)
-_NOTES_OF_CALLS: Final = (*_NOTES_OF_TURNS, "start_rollout_id", TURN)
 
 
 def restart(sample: SampleLike) -> None:
-    """Go back to the prompt: clean in every field that calls have written, ours or a host's.
+    """Reset a sample, ours or a host's, to its prompt: every field that calls have written gets its default.
 
-    ``metadata["restarted_tokens"]`` counts the tokens that are dropped; other notes stay.
+    ``metadata["restarted_tokens"]`` counts the tokens that are dropped; the metadata of others stays.
     """
     dropped, clean = sample.response_length, type(sample)()
     sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
-    for name in _OF_CALLS:
+    for name in _WRITTEN_FIELDS:
         if hasattr(sample, name):
             setattr(sample, name, getattr(clean, name))
-    _tell(sample, dropped, _NOTES_OF_CALLS)
+    TurnState().save(sample)
+    remove_keys(sample, FINISHED_AS, START_ROLLOUT_ID)
+    _count_dropped(sample, dropped)
 
 
 def rewind(sample: SampleLike, tokens: int, characters: int) -> None:
-    """Go back to where a turn begins, behind so many tokens and characters of the response.
+    """Shorten a response to its first ``tokens`` and ``characters``, with everything beside them; it is ABORTED then.
 
-    Whatever goes by tokens is cut there. What engines have counted stays: they did that work.
+    What engines have counted (``prompt_tokens``, ``cached_tokens``, ``weight_versions``) stays: that work was done.
     ``metadata["restarted_tokens"]`` counts the tokens that are dropped.
     """
     dropped = sample.response_length - tokens
@@ -56,20 +56,11 @@ def rewind(sample: SampleLike, tokens: int, characters: int) -> None:
         spans = [(label, start, min(end, tokens)) for label, start, end in sample.version_spans if start < tokens]
         sample.version_spans = spans
     sample.status = type(sample.status)["ABORTED"]
-    _tell(sample, dropped, _NOTES_OF_TURNS)
+    replace(TurnState.of(sample), exact_characters=None, text_joined=False).save(sample)
+    remove_keys(sample, FINISHED_AS)
+    _count_dropped(sample, dropped)
 
 
-def _tell(sample: SampleLike, dropped: int, outdated: tuple[str, ...]) -> None:
-    sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key not in outdated}
+def _count_dropped(sample: SampleLike, dropped: int) -> None:
     if dropped:
-        note(sample, restarted_tokens=dropped)
-
-
-def note(sample: SampleLike, **notes: int) -> None:
-    """Add to the counts that a sample carries in its metadata, or set a flag."""
-    # A dict of its own: the old one may be shared.
-    told = dict(sample.metadata or {})
-    for key, value in notes.items():
-        before = told.get(key)
-        told[key] = value + before if type(before) is int and value is not True else value
-    sample.metadata = told
+        add_counts(sample, restarted_tokens=dropped)

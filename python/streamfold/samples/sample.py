@@ -1,18 +1,20 @@
-"""One prompt with its response: the hosts' fields and semantics, and the one write that a call makes.
+"""The training sample: one prompt with its response, log-probabilities, loss mask, routed experts and reward.
 
-:class:`Sample` carries the fields of the hosts' family, so that one loop serves our sample and theirs. :func:`merge`
-writes a generation to any of them, once per call, and only after everything has been checked: a host's own method
-extends its lists before it compares their lengths.
+:class:`Sample` has the fields and semantics of the samples of slime and vime, so that one rollout loop serves all of
+them. Write to it with :func:`~streamfold.merge`.
 """
 
 from __future__ import annotations
 
 import base64
+import reprlib
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+from streamfold.samples.validation import check_expert_rows, check_lengths, check_offsets, check_uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,38 +26,50 @@ if TYPE_CHECKING:
 __all__ = ["Sample"]
 
 
+_BESIDE_TOKENS: Final = (
+    "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
+    "rollout_routed_experts",
+)  # fmt: skip
+_NEXT_LINE: Final = ",\n       "
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxstring = 80
 _STATUS_OF: Final = {"stop": "COMPLETED", "length": "TRUNCATED", "abort": "ABORTED"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
-    """A prompt and its response, as far as it has come.
+    """A prompt and its response, finished or partial.
+
+    Samples are compared by identity, and hashable: two samples of one prompt are two samples.
 
     Attributes:
-        group_index, index: of the prompt, and of the sample among all.
-        prompt: text, or messages in the manner of chats.
+        group_index: number of the prompt.
+        index: number of the sample among those of all prompts.
+        prompt: text, or chat messages.
         tokens: ids of the prompt, then of the response.
-        multimodal_inputs: what is not text, as ``{"images": [...]}``.
-        response: the response's text.
-        response_length: its tokens, the last ones of ``tokens``.
-        label, reward: for whoever judges the response.
-        loss_mask: 1 for each token of the response that is trained on, otherwise 0; None stands for all 1.
-        rollout_log_probs: one for each token of the response; None if they were not asked for.
-        rollout_top_p_token_ids, rollout_top_p_token_offsets: what sampling could choose from, int32 ``[m]`` and
-            ``[response_length + 1]``.
+        multimodal_inputs: inputs other than text, as ``{"images": [...]}``.
+        response: text of the response.
+        response_length: number of response tokens: the last ones of ``tokens``.
+        label: the expected answer, for the reward function.
+        reward: what the reward function returned.
+        loss_mask: ``[response_length]``, 1 for each token that is trained on, otherwise 0; None: all 1.
+        rollout_log_probs: ``[response_length]``; None: not requested.
+        rollout_top_p_token_ids: int32 ``[m]``, the ids that top-p sampling kept, token after token.
+        rollout_top_p_token_offsets: int32 ``[response_length + 1]``, where the ids of each token start.
         rollout_routed_experts: int32 ``[len(tokens) - 1, num_layers, top_k]``.
-        weight_versions: the versions that were told, one for each finished call.
-        version_spans: ``(version, start, end)`` over the response, half open, in order.
-        prompt_tokens, cached_tokens: summed over the calls, as the engine told them.
-        status: PENDING until a call has written something.
-        metadata: anybody's notes.
+        weight_versions: the weight version that the engine reported at the end of each call that it finished.
+        version_spans: ``(version, start, end)`` over the response tokens, half-open, in order.
+        prompt_tokens: number of prompt tokens that the engine reported, summed over the calls.
+        cached_tokens: those of them that were in its prefix cache, summed over the calls.
+        status: PENDING until a call is written.
+        metadata: notes of any kind. The keys of streamfold itself are listed in ``streamfold/samples/metadata.py``.
         generate_function_path: a generate function for this sample alone.
-        session_id: by which a router keeps the calls of one conversation together.
-        remove_sample: leave it out of training.
+        session_id: by which a router keeps the calls of one conversation on one worker.
+        remove_sample: whether to leave it out of training.
     """
 
     class Status(str, Enum):
-        """Where a sample stands."""
+        """PENDING, finished (COMPLETED by a stop, TRUNCATED by length), partial (ABORTED), or FAILED in a generator."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -87,9 +101,21 @@ class Sample:
     session_id: str | None = None
     remove_sample: bool = False
 
+    def __repr__(self) -> str:
+        """At most three lines for a sample of any size: of lists and arrays only the shapes."""
+        prompt, reward = len(self.tokens) - self.response_length, " ".join(_SHORT.repr(self.reward).split())
+        shapes = {name: _shape_of(values) for name in _BESIDE_TOKENS if (values := getattr(self, name)) is not None}
+        tokens = f"{prompt} prompt + {self.response_length} response"
+        lines = [
+            f"index={self.index}, status={self.status.name}, tokens={tokens}, reward={reward}",
+            ", ".join(f"{name}={shape}" for name, shape in shapes.items()),
+            f"response={_SHORT.repr(self.response)}",
+        ]
+        return f"{type(self).__name__}({_NEXT_LINE.join(line for line in lines if line)})"
+
     def append_response_tokens(
         self,
-        args: Any = None,  # noqa: ANN401, ARG002  # the hosts'; nothing of it is needed here
+        args: Any = None,  # noqa: ANN401, ARG002  # a trainer's settings
         *,
         tokens: Sequence[int] = (),
         log_probs: Sequence[float] | None = None,
@@ -98,28 +124,27 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Extend the response by what one call brought: everything, or nothing and an error.
+        """Extend the response by what one call has generated, or by a tool's answer; atomically.
 
         Args:
-            args: ignored; hosts pass their settings.
-            tokens: new ids.
-            log_probs: one for each.
-            trainable: whether they are trained on. Those that are not, a tool's, may come without log-probabilities
-                and top-p arrays: beside tokens that have them they get 0.0 and an empty choice.
-            meta_info: what else the engine told: ``routed_experts`` for all tokens but the last, ``top_p_token_ids``
-                with ``top_p_token_offsets`` for the new ones, ``finish_reason``, ``weight_version``, counts.
+            args: ignored; trainers pass their settings.
+            tokens: ``[n]``, the new ids.
+            log_probs: ``[n]``.
+            trainable: whether the new tokens are trained on. Those that are not, a tool's, may have neither
+                log-probabilities nor top-p ids: behind tokens that have them they get 0.0 and no ids.
+            meta_info: what else the engine reported: ``routed_experts`` of all tokens but the last,
+                ``top_p_token_ids`` and ``top_p_token_offsets`` of the new ones, ``finish_reason``, ``weight_version``,
+                counts.
             text: of the new tokens.
             update_terminal_info: whether a ``finish_reason`` in ``meta_info`` decides the status.
 
         Raises:
-            ValueError: lengths or shapes disagree; the message names both numbers.
+            ValueError: lengths or shapes disagree; the message names both numbers. The sample is unchanged.
         """
         meta = meta_info or {}
         self.check()
         before, more = self.response_length, len(tokens)
-        if log_probs is None and not trainable and self.rollout_log_probs is not None:
-            log_probs = [0.0] * more
-        log_probs_after = _extended(self.rollout_log_probs, log_probs, before, more)
+        log_probs_after = _log_probs_after(self, log_probs, more, trainable=trainable)
         top_p = _top_p_after(self, meta, more, trainable=trainable)
         experts = _experts_after(self, meta, more)
         mask = self.loss_mask if self.loss_mask is not None else [1] * before
@@ -142,115 +167,94 @@ class Sample:
         self.cached_tokens += meta.get("cached_tokens", 0)
 
     def check(self) -> None:
-        """Compare the lengths of everything that goes with the tokens.
+        """Check that all lengths agree with the number of tokens.
 
         Raises:
             ValueError: two of them disagree; the message names both.
         """
-        length = self.response_length
-        if not 0 <= length <= len(self.tokens):
-            raise ValueError(f"response_length is {length}, but there are {len(self.tokens)} tokens in all")
-        for name in ("loss_mask", "rollout_log_probs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != length:
-                raise ValueError(f"{name} has {len(values)} entries, but response_length is {length}")
-        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
-        if (ids is None) != (offsets is None):
-            raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together, but one is missing")
-        if ids is not None and offsets is not None:
-            _check_offsets("rollout_top_p_token_offsets", offsets, len(ids), length)
-        experts = self.rollout_routed_experts
-        if experts is not None and len(experts) > max(0, len(self.tokens) - 1):
-            raise ValueError(f"rollout_routed_experts has {len(experts)} rows, but there are {len(self.tokens)} tokens")
+        check_lengths(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON has it: arrays as lists, the status as its word."""
-        told = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in told.items()}
+        """Give every field as JSON has it: arrays as lists, the status as its value."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
         return {**plain, "status": self.status.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """The sample that :meth:`to_dict` told; keys that are no field are an error.
+        """Make a sample of the result of :meth:`to_dict`.
 
         Raises:
-            ValueError: a key is unknown, the status is none, or lengths disagree.
+            ValueError: a key is not a field, the status is unknown, or lengths disagree.
         """
         known = {item.name for item in fields(cls)}
         if unknown := sorted(data.keys() - known):
             raise ValueError(f"a sample has no {', '.join(unknown)}")
-        told = dict(data)
+        values = dict(data)
         for name in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts"):
-            if told.get(name) is not None:
-                told[name] = np.asarray(told[name], np.int32)
-        told["version_spans"] = [(version, start, end) for version, start, end in told.get("version_spans", [])]
-        sample = cls(**{**told, "status": cls.Status(told.get("status", "pending"))})
+            if values.get(name) is not None:
+                values[name] = np.asarray(values[name], np.int32)
+        values["version_spans"] = [(version, start, end) for version, start, end in values.get("version_spans", [])]
+        sample = cls(**{**values, "status": cls.Status(values.get("status", "pending"))})
         sample.check()
         return sample
 
 
-def _extended(kept: list[float] | None, new: Sequence[float] | None, before: int, more: int) -> list[float] | None:
-    if new is None:
-        if kept is not None and more:
-            raise ValueError(f"no log_probs for {more} tokens, but the {before} before them have theirs")
-        return kept
-    if len(new) != more:
+def _shape_of(values: Any) -> list[int]:  # noqa: ANN401  # a list or an array
+    return list(getattr(values, "shape", None) or [len(values)])
+
+
+def _log_probs_after(sample: Sample, new: Sequence[float] | None, more: int, *, trainable: bool) -> list[float] | None:
+    kept = sample.rollout_log_probs
+    if new is None and not trainable and kept is not None:
+        new = [0.0] * more
+    if new is not None and len(new) != more:
         raise ValueError(f"{len(new)} log_probs for {more} tokens")
-    if kept is None and before:
-        raise ValueError(f"log_probs for {more} tokens, but the {before} before them have none")
-    return [*(kept or []), *new]
+    if not more and sample.response_length:
+        return kept
+    has, gets = kept is not None, new is not None
+    check_uniform("log-probabilities", before=sample.response_length, has=has, more=more, gets=gets)
+    return kept if new is None else [*(kept or []), *new]
 
 
-def _status_of(reason: Any) -> str:  # noqa: ANN401  # whatever an engine or a host writes
+def _status_of(reason: Any) -> str:  # noqa: ANN401  # SGLang's is an object, a host's may be a word
     kind = reason.get("type") if isinstance(reason, dict) else reason
     if kind not in _STATUS_OF:
         raise ValueError(f"the finish reason is {reason!r}: its type must be one of {', '.join(_STATUS_OF)}")
     return _STATUS_OF[kind]
 
 
-def _check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
-    if len(offsets) != tokens + 1:
-        raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: one more than tokens is needed")
-    if offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{name} must begin at 0, end at {ids}, the number of ids, and never fall")
-
-
 def _top_p_after(
     sample: Sample, meta: Mapping[str, Any], more: int, *, trainable: bool
 ) -> tuple[Int32 | None, Int32 | None]:
     kept_ids, kept = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-    ids = _int32(meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids")))
-    offsets = _int32(meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets")))
     if not more:
         return kept_ids, kept
+    ids = _int32(meta.get("top_p_token_ids", meta.get("top_p_kept_token_ids")))
+    offsets = _int32(meta.get("top_p_token_offsets", meta.get("top_p_kept_token_offsets")))
     if (ids is None) != (offsets is None):
-        raise ValueError("top-p ids and offsets come together, but one is missing")
+        raise ValueError("top-p ids and offsets go together: one of the two is missing")
     if ids is None and not trainable and kept is not None:
         ids, offsets = np.empty(0, np.int32), np.zeros(more + 1, np.int32)
+    has, gets = kept is not None, offsets is not None
+    check_uniform("top-p ids", before=sample.response_length, has=has, more=more, gets=gets)
     if ids is None or offsets is None:
-        if kept is not None:
-            raise ValueError(f"no top-p arrays for {more} tokens, but the {sample.response_length} before have theirs")
         return None, None
-    _check_offsets("top_p_token_offsets", offsets, len(ids), more)
+    check_offsets("top_p_token_offsets", offsets, len(ids), more)
     if kept_ids is None or kept is None:
-        if sample.response_length:
-            raise ValueError(f"top-p arrays for {more} tokens, but the {sample.response_length} before have none")
         return ids, offsets
     return np.concatenate([kept_ids, ids]), np.concatenate([kept, offsets[1:] + kept[-1]])
 
 
 def _experts_after(sample: Sample, meta: Mapping[str, Any], more: int) -> Int32 | None:
-    experts = meta.get("routed_experts")
-    if experts is None:
+    if (given := meta.get("routed_experts")) is None:
         return sample.rollout_routed_experts
-    rows = max(0, len(sample.tokens) + more - 1)
-    experts = np.asarray(experts, np.int32)
-    if experts.ndim != 3 or len(experts) != rows:
-        raise ValueError(f"routed_experts of shape {experts.shape}, but {rows} rows (tokens - 1) are needed")
+    experts: Int32 = np.asarray(given, np.int32)
+    check_expert_rows(experts, max(0, len(sample.tokens) + more - 1))
     return experts
 
 
-def _int32(value: Any) -> Int32 | None:  # noqa: ANN401  # whatever an engine or a host writes
+def _int32(value: Any) -> Int32 | None:  # noqa: ANN401  # base64, bytes, a list or an array
     if value is None:
         return None
     if isinstance(value, str):

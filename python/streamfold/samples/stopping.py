@@ -1,249 +1,179 @@
-"""How a response ends that comes in parts: whether one that was cut is at its end, and its text when it is."""
+"""Has a response stopped? Stop strings, stop tokens and ``max_new_tokens``, applied to a response that was aborted.
+
+An engine that aborts a request does not check whether its last token or its text was the end, and in the next request
+it looks for stop strings only in what it generates there. So the client has to decide whether an aborted response is
+finished, can be resumed, or has to be restarted. All functions here take values and return values; none touches a
+sample.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
-
-from streamfold.samples.detokenizer import Stop, has_stopped_at, where_stopped, whole_text
-from streamfold.samples.reset import KNOWN_TEXT, TURN, note, restart, rewind
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
+
     from streamfold._core import Generation
-    from streamfold._types import SampleLike, Tokenizer
     from streamfold.engines.base import EngineSpec
 
-__all__ = ["Ending", "Outlook"]
+__all__ = ["NO_STOP", "UNKNOWN_STOP", "StopMatch", "StopRules", "Verdict", "find_stop_string", "stop_position"]
 
-Outlook: TypeAlias = Literal["ended", "goes on", "goes back"]
-_ENDED: Final = ("COMPLETED", "TRUNCATED")
-# Sampling parameters that count from the first token of a call: grammars, and patterns that only the engine can read.
-_OF_ONE_CALL: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
+# Sampling parameters whose state starts over in each request: grammars, and patterns that only the engine can match.
+_OF_ONE_REQUEST: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
+_REPLACEMENT: Final = "\ufffd"  # how a character is decoded of which only a part has been generated
+
+
+class Verdict(Enum):
+    """What is to be done with a response whose call was aborted or failed."""
+
+    FINISHED = "finished"  # nothing: it had stopped
+    RESUME = "resume"  # request the rest, from the prompt and the generated tokens
+    RESTART = "restart"  # drop what the turn has generated and request it again
+
+
+class StopMatch(NamedTuple):
+    """The result of a search for stop strings.
+
+    Attributes:
+        end: where the response's text ends, if a stop string is in it; otherwise None.
+        is_partial: whether the text ends in what may become a stop string.
+    """
+
+    end: int | None
+    is_partial: bool
+
+
+NO_STOP: Final = StopMatch(None, is_partial=False)
+UNKNOWN_STOP: Final = StopMatch(None, is_partial=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What ends one sample's response.
+class StopRules:
+    """What ends a response.
 
-    A sample may have turns: PENDING with a response it begins another one behind that, whatever that ends with. Only
-    what the turn itself has brought can end it.
-
-    Args:
-        sample: ours or a host's.
-        params: the sampling parameters for the whole response.
-        engine_spec: the engine's.
-        tokenizer: makes text of ids.
-        ends: tokens that end any response; added to.
-        has_experts: whether routed experts are asked for.
+    Attributes:
+        params: the sampling parameters of the whole response.
+        engine_spec: the engine's behaviour.
+        eos_ids: tokens that end any response, besides ``stop_token_ids``.
     """
 
-    sample: SampleLike
-    params: dict[str, Any]
+    params: Mapping[str, Any]
     engine_spec: EngineSpec
-    tokenizer: Tokenizer | None
-    ends: set[int]
-    has_experts: bool
+    eos_ids: AbstractSet[int]
 
     @property
-    def has_come(self) -> bool:
-        """Whether the sample is at its end by its status."""
-        return self.sample.status.name in _ENDED
-
-    def begin(self) -> None:
-        """Note where a turn begins that follows others."""
-        sample, notes = self.sample, dict(self.sample.metadata or {})
-        if sample.status.name != "PENDING" or not (sample.response_length or notes.keys() & {TURN, KNOWN_TEXT}):
-            return
-        if notes.pop(KNOWN_TEXT, None) is not None and sample.response_length:
-            notes["text_joined"] = True  # of a turn that was cut and not gone on with
-        sample.metadata = {**notes, TURN: [sample.response_length, len(sample.response)]}
-
-    def settle(self) -> Outlook:
-        """See how a sample stands. One that was cut, and is at its end all the same, gets its status and whole text."""
-        sample = self.sample
-        if self.has_come:
-            return "ended"
-        stop = self._stop()
-        if (ended_as := self._ended_as(stop)) is not None:
-            if self._lacks_experts:
-                return "goes back"  # no later call will bring them
-            self._end(ended_as, stop)
-            return "ended"
-        if not self._has_nothing and (
-            len(sample.tokens) == sample.response_length  # the prompt's ids are not known
-            or stop.within  # an engine knows only what it generates in the one call
-            or self._has_grammar
-        ):
-            return "goes back"
-        return "goes on"
-
-    def go_back(self) -> None:
-        """Drop what the turn has brought."""
-        tokens, characters = self._turn
-        if tokens:
-            rewind(self.sample, tokens, characters)
-        else:
-            restart(self.sample)
-            self.sample.status = type(self.sample.status)["ABORTED"]  # as one that was cut before its first token
-
-    def learn(self, generation: Generation) -> None:
-        """Take note of the model's own end, which is not one of this sample alone."""
-        end, params = generation.matched, self.params
-        if self._has_grammar:  # which ends with any token, and that is then named
-            return
-        unnamed = not (self.engine_spec.reports_stop_token or params.get("stop") or params.get("ignore_eos"))
-        if unnamed and end is None and generation.finish_reason == "stop" and len(generation.token_ids):
-            end = int(generation.token_ids[-1])
-        if isinstance(end, int) and end not in (params.get("stop_token_ids") or ()):
-            self.ends.add(end)
-
-    def text_of(self, generation: Generation) -> str | None:
-        """The text of a call that came without one; as engines do, without what it stopped at."""
-        if generation.text is not None or self.tokenizer is None or not len(generation.token_ids):
-            return None
-        ids, matched, stopped = generation.token_ids.tolist(), generation.matched, generation.finish_reason == "stop"
-        shows, skips = self.params.get("no_stop_trim"), self.params.get("skip_special_tokens", True)
-        if stopped and not shows and ids[-1] == matched:
-            del ids[-1]
-        text = self.tokenizer.decode(ids, skip_special_tokens=skips)
-        if not stopped or not isinstance(matched, str) or not matched:
-            return text
-        at = where_stopped(text, self.tokenizer.decode(ids[:-1], skip_special_tokens=skips), matched)
-        return text if at < 0 else text[: at + len(matched) if shows else at]
+    def has_grammar(self) -> bool:
+        """Whether the response is constrained by something that a resumed request would start from its beginning."""
+        return any(self.params.get(name) for name in _OF_ONE_REQUEST)
 
     @property
-    def known_text(self) -> int:
-        """So many characters of the response stand before the first border at which it was only joined."""
-        known: int = (self.sample.metadata or {}).get(KNOWN_TEXT, len(self.sample.response))
-        return known
+    def has_stop_strings(self) -> bool:
+        """Whether stop strings are given."""
+        return bool(self.params.get("stop"))
 
-    def border(self, generation: Generation, known: int) -> None:
-        """See to the text at the border between what there was and what ``generation`` has added to it.
+    @property
+    def stops_after_minimum(self) -> bool:
+        """Whether the engine ignores stop strings at first, so that it is not known which one it would stop at."""
+        return self.engine_spec.stops_after_minimum and bool(self.params.get("min_new_tokens"))
+
+    def finish_status(self, length: int, last_token: int | None, stop: StopMatch) -> str | None:
+        """Give the status of an aborted response that is finished all the same; None if it is not.
 
         Args:
-            generation: the call that has just been written.
-            known: :attr:`known_text` before that.
+            length: tokens of the response, of all its turns.
+            last_token: the last token of the turn; None if the turn has none yet.
+            stop: the stop string found in the turn's text.
         """
-        sample, more = self.sample, len(generation.token_ids)
-        ended = generation.finish_reason in ("stop", "length")
-        has_border = sample.response_length - more > self._turn[0]
-        if not has_border or not (more or ended):
-            return
-        if ended or self.tokenizer is None:
-            matched = generation.matched if more else None
-            if matched is None and more and generation.finish_reason == "stop":
-                matched = self._hidden_end
-            self._retell(known, generation.text, matched, alone=generation.text is None)
-        else:  # to decode it takes time, which an abort of thousands has not
-            sample.metadata = {**(sample.metadata or {}), KNOWN_TEXT: known}
-
-    def _ended_as(self, stop: Stop) -> str | None:
-        """What a cut response amounts to, if it has come to its end all the same."""
         limit = self.params.get("max_new_tokens")
-        full = isinstance(limit, int) and self.sample.response_length >= limit
-        if full and (self._has_nothing or self.engine_spec.length_before_stop):
+        is_full = isinstance(limit, int) and length >= limit
+        if is_full and (last_token is None or self.engine_spec.length_before_stop):
             return "TRUNCATED"
-        if not self._has_nothing and (self._has_end_token or stop.end is not None):
+        if last_token is not None and (self.is_stop_token(last_token) or stop.end is not None):
             return "COMPLETED"
-        return "TRUNCATED" if full else None
+        return "TRUNCATED" if is_full else None
 
-    def _end(self, ended_as: str, stop: Stop) -> None:
-        """Give a cut response the status and the text of one that has ended so."""
-        sample, completed = self.sample, ended_as == "COMPLETED"
-        if not self._has_nothing:
-            by_token = completed and self._has_end_token
-            self._retell(self.known_text, matched=self._hidden_end if by_token else None)
-            if completed and not by_token and stop.end is not None:
-                sample.response = sample.response[: self._turn[1] + stop.end]
-        sample.status = type(sample.status)[ended_as]
-
-    @property
-    def _has_end_token(self) -> bool:
-        """Whether the last token is an end. An engine that aborts a request does not look whether it is."""
-        return self.sample.tokens[-1] in self._end_tokens
-
-    @property
-    def _end_tokens(self) -> set[int]:
+    def is_stop_token(self, token: int) -> bool:
+        """Whether a token ends the response. An engine that aborts a request does not check that."""
         given = set(self.params.get("stop_token_ids") or ())
         if not self.params.get("ignore_eos"):
-            return self.ends | given
-        return set() if self.engine_spec.ignores_given_ends else given
+            return token in self.eos_ids or token in given
+        return token in given and not self.engine_spec.ignores_given_ends
 
-    @property
-    def _hidden_end(self) -> int | None:
-        """The last token, if it is an end that no text shows: one the engine names, or leaves out of its own text."""
-        last, engine_spec = self.sample.tokens[-1], self.engine_spec
-        hides = (
-            engine_spec.reports_stop_token
-            or engine_spec.tells_text
-            or last in (self.params.get("stop_token_ids") or ())
-        )
-        return last if hides and last in self._end_tokens else None
+    def hidden_stop_token(self, token: int) -> int | None:
+        """Give ``token`` if it ends the response and is left out of the text: by its engine, or as one that it names.
 
-    def _stop(self) -> Stop:
-        """Where a cut response stands with its stop strings. An engine looks for them in what it generates itself."""
-        sample, params, engine_spec = self.sample, self.params, self.engine_spec
-        if self._has_nothing or not params.get("stop"):
-            return Stop(None, within=False)
-        unknown = Stop(None, within=True)
-        if engine_spec.stops_after_minimum and params.get("min_new_tokens"):
-            return unknown
-        begins = self._turn[1]
-        text = sample.response[begins:]
-        lags = engine_spec.delays_text and not params.get("no_stop_trim")
-        # Without a text of the engine's, or without its end, nothing is known.
-        stop = unknown if lags or not text else has_stopped_at(text, params, whole=False)
-        has_borders = KNOWN_TEXT in (sample.metadata or {})
-        if stop == Stop(None, within=False) and not has_borders:
-            return stop  # whatever a text of one call may lack at its end: to decode it takes time
-        whole = self._whole_text(self.known_text)
-        return stop if whole is None else has_stopped_at(whole[begins:], params)
+        Engines name the stop tokens that they were given; some name the model's own EOS too.
+        """
+        spec = self.engine_spec
+        is_hidden = spec.reports_stop_token or spec.tells_text or token in (self.params.get("stop_token_ids") or ())
+        return token if is_hidden and self.is_stop_token(token) else None
 
-    def _retell(
-        self, known: int, last: str | None = None, matched: int | str | None = None, *, alone: bool = False
-    ) -> None:
-        """Make the text of a response that came in parts one text, or say that it was only joined."""
-        sample, text = self.sample, self._whole_text(known, last, matched, alone=alone)
-        if text is not None:
-            sample.response = text
-        elif last is not None:  # an empty one too: the part before it may have held half a character back
-            note(sample, text_joined=True)
-        sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != KNOWN_TEXT}
-
-    def _whole_text(
-        self, known: int, last: str | None = None, matched: int | str | None = None, *, alone: bool = False
-    ) -> str | None:
-        """Make one text of the turn's ids; None without a tokenizer, or if the engine knows better."""
-        if self.tokenizer is None:
+    def revealed_eos(self, generation: Generation) -> int | None:
+        """Give the model's EOS token if a generation has stopped at it; None if it stopped at anything else."""
+        if self.has_grammar:  # it can end with any token, which is then named as the stop token
             return None
-        return whole_text(
-            self.sample,
-            self.tokenizer,
-            self.params,
-            turn=self._turn,
-            known=known,
-            last=last,
-            matched=matched,
-            alone=alone or not self.engine_spec.tells_text,
-            lags=self.engine_spec.delays_text,
-        )
+        token = generation.matched
+        if token is None and self._stopped_unreported(generation):
+            token = int(generation.token_ids[-1])
+        given = self.params.get("stop_token_ids") or ()
+        return token if isinstance(token, int) and token not in given else None
 
-    @property
-    def _turn(self) -> tuple[int, int]:
-        """So many tokens and characters of the response stand before the turn that is being generated."""
-        tokens, characters = (self.sample.metadata or {}).get(TURN, (0, 0))
-        return tokens, characters
+    def _stopped_unreported(self, generation: Generation) -> bool:
+        """Whether a generation stopped at an EOS that the engine does not name."""
+        if self.engine_spec.reports_stop_token or self.has_stop_strings or self.params.get("ignore_eos"):
+            return False
+        return generation.finish_reason == "stop" and len(generation.token_ids) > 0
 
-    @property
-    def _has_grammar(self) -> bool:
-        return any(self.params.get(name) for name in _OF_ONE_CALL)
+    def find_in_engine_text(self, text: str) -> StopMatch:
+        """Search the text that the engine sent with an aborted response: its end may be missing."""
+        is_late = self.engine_spec.delays_text and not self.params.get("no_stop_trim")
+        if is_late or not text:
+            return UNKNOWN_STOP
+        return find_stop_string(text, self.params, is_complete=False)
 
-    @property
-    def _has_nothing(self) -> bool:
-        """Whether nothing of the turn has come yet."""
-        return bool(self.sample.response_length == self._turn[0])
 
-    @property
-    def _lacks_experts(self) -> bool:
-        rows = getattr(self.sample, "rollout_routed_experts", None)
-        return self.has_experts and not self._has_nothing and (rows is None or len(rows) != len(self.sample.tokens) - 1)
+def find_stop_string(text: str, params: Mapping[str, Any], *, is_complete: bool = True) -> StopMatch:
+    """Search a text for the stop strings of some sampling parameters.
+
+    Args:
+        text: what has been generated. U+FFFD at its end is a character of which only a part has been generated.
+        params: the sampling parameters.
+        is_complete: whether the text is that of all tokens. If not, such a part of a character may be missing at its
+            end, together with the word before it: what follows the last space.
+    """
+    given = params.get("stop") or []
+    stops = [stop for stop in ([given] if isinstance(given, str) else given) if stop]
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if found:
+        at, stop = min(found)
+        return StopMatch(at + len(stop) if params.get("no_stop_trim") else at, is_partial=False)
+    return StopMatch(None, any(_may_become(text, stop, is_complete=is_complete) for stop in stops))
+
+
+def _may_become(text: str, stop: str, *, is_complete: bool) -> bool:
+    """Whether a text ends in a part of a stop string."""
+    whole = text.rstrip(_REPLACEMENT)  # of whole characters
+    may_hold_part = not is_complete or whole != text
+    for size, character in enumerate(stop):
+        if size and whole == text and text.endswith(stop[:size]):
+            return True
+        if may_hold_part and not character.isascii():
+            shortest = size if is_complete else stop.rfind(" ", 0, size) + 1
+            if any(whole.endswith(stop[:length]) for length in range(shortest, size + 1)):
+                return True
+    return False
+
+
+def stop_position(text: str, text_before_last: str, stop: str) -> int:
+    """Where the stop string starts at which a text has stopped; -1 if it is not in the text.
+
+    Args:
+        text: of all tokens.
+        text_before_last: the text of all tokens but the last, in which the engine had not found the stop string.
+        stop: the stop string.
+    """
+    at = text.find(stop, max(0, len(text_before_last) - len(stop) + 1))
+    return at if at >= 0 else text.rfind(stop)  # the engine may have generated several tokens at once

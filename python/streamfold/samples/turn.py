@@ -1,0 +1,217 @@
+"""Apply calls to a sample: write what they generated, keep its text exact, decide whether it is finished.
+
+:mod:`~streamfold.samples.stopping` and :mod:`~streamfold.samples.detokenizer` compute; a :class:`Turn` applies their
+results to a sample, ours or a trainer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from streamfold.samples.detokenizer import Detokenizer
+from streamfold.samples.merging import merge
+from streamfold.samples.metadata import TurnState
+from streamfold.samples.reset import restart, rewind
+from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
+
+if TYPE_CHECKING:
+    from streamfold._core import Generation
+    from streamfold._types import SampleLike, Tokenizer
+    from streamfold.engines.base import EngineSpec
+
+__all__ = ["Turn"]
+
+_FINISHED: Final = ("COMPLETED", "TRUNCATED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The turn of a sample's response that is being generated.
+
+    A PENDING sample with a response starts another turn behind it, and only what the turn itself has generated can end
+    it: a tool's answer may end in a stop token.
+
+    Args:
+        sample: ours or a host's.
+        params: the sampling parameters for the whole response.
+        engine_spec: the engine's behaviour.
+        tokenizer: of the model; None: texts of several calls are concatenated.
+        eos_ids: tokens that end any response. Those at which the engine is seen to stop are added.
+        has_experts: whether routed experts are requested.
+    """
+
+    sample: SampleLike
+    params: dict[str, Any]
+    engine_spec: EngineSpec
+    tokenizer: Tokenizer | None
+    eos_ids: set[int]
+    has_experts: bool
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sample is finished by its status."""
+        return self.sample.status.name in _FINISHED
+
+    def start(self) -> None:
+        """Save where a turn starts that follows others."""
+        sample, state = self.sample, self._state
+        if sample.status.name != "PENDING" or not (sample.response_length or state != TurnState()):
+            return
+        was_unfinished = state.exact_characters is not None and sample.response_length > 0
+        new = TurnState(sample.response_length, len(sample.response), text_joined=state.text_joined or was_unfinished)
+        new.save(sample)
+
+    def judge(self) -> Verdict:
+        """Decide what is to be done next. An aborted response that is finished gets its status and its whole text."""
+        if self.is_finished:
+            return Verdict.FINISHED
+        stop = self._find_stop()
+        status = self._rules.finish_status(self.sample.response_length, self._last_token, stop)
+        if status is not None:
+            if self._lacks_experts:
+                return Verdict.RESTART  # no later call sends them
+            self._finish(status, stop)
+            return Verdict.FINISHED
+        if self._last_token is None:
+            return Verdict.RESUME
+        lacks_prompt_ids = len(self.sample.tokens) == self.sample.response_length
+        # A resumed request would match a stop string or a grammar from its beginning.
+        return Verdict.RESTART if lacks_prompt_ids or stop.is_partial or self._rules.has_grammar else Verdict.RESUME
+
+    def restart(self) -> None:
+        """Drop what the turn has generated; the sample is ABORTED, as one that was aborted before its first token."""
+        state = self._state
+        if state.tokens:
+            rewind(self.sample, state.tokens, state.characters)
+        else:
+            restart(self.sample)
+            self.sample.status = type(self.sample.status)["ABORTED"]
+
+    def write(self, generation: Generation, args: Any) -> None:  # noqa: ANN401  # the host's own
+        """Merge what a call has generated into the sample."""
+        if (eos := self._rules.revealed_eos(generation)) is not None:
+            self.eos_ids.add(eos)
+        state = self._state
+        if state.exact_characters is None:
+            state = replace(state, exact_characters=len(self.sample.response))
+        merge(self.sample, generation, args, text=self._text_of(generation))
+        if self.sample.response_length - len(generation.token_ids) > state.tokens:
+            self._join_text(generation, state)
+
+    # The text.
+
+    def _text_of(self, generation: Generation) -> str | None:
+        """The text of a call for which the engine sent none."""
+        if generation.text is not None or self._detokenizer is None or not len(generation.token_ids):
+            return None
+        ids = generation.token_ids.tolist()
+        return self._detokenizer.text_of_call(ids, generation.finish_reason, generation.matched)
+
+    def _join_text(self, generation: Generation, before: TurnState) -> None:
+        """Correct the text where a call, which has just been merged, continues that of an earlier one.
+
+        Args:
+            generation: of the call.
+            before: the state before it was merged.
+        """
+        has_tokens, stopped = len(generation.token_ids) > 0, generation.finish_reason == "stop"
+        is_last = stopped or generation.finish_reason == "length"
+        if not has_tokens and not is_last:
+            return
+        if not is_last and self._detokenizer is not None:
+            before.save(self.sample)  # decoded when the response is finished: aborting thousands must not take time
+            return
+        matched = generation.matched if has_tokens else None
+        if matched is None and has_tokens and stopped:
+            matched = self._hidden_stop_token
+        text = self._decode(before, generation.text, matched, uses_prompt=generation.text is not None)
+        self._set_text(text, is_joined=text is None and generation.text is not None)
+
+    def _set_text(self, text: str | None, *, is_joined: bool) -> None:
+        """Make ``text`` that of the response, if there is one; all of it is exact then, or remains concatenated."""
+        if text is not None:
+            self.sample.response = text
+        state = self._state
+        replace(state, exact_characters=None, text_joined=state.text_joined or is_joined).save(self.sample)
+
+    def _decode(
+        self,
+        state: TurnState,
+        last_text: str | None = None,
+        matched: int | str | None = None,
+        *,
+        uses_prompt: bool = True,
+    ) -> str | None:
+        """Decode the whole response; None without a tokenizer, or if the engine's text says otherwise."""
+        if self._detokenizer is None:
+            return None
+        sample = self.sample
+        return self._detokenizer.text_of_response(
+            sample.tokens,
+            sample.response_length,
+            sample.response,
+            state,
+            last_text=last_text,
+            matched=matched,
+            uses_prompt=uses_prompt,
+        )
+
+    # The end.
+
+    def _find_stop(self) -> StopMatch:
+        """Search the turn's text for stop strings."""
+        rules, state = self._rules, self._state
+        if self._last_token is None or not rules.has_stop_strings:
+            return NO_STOP
+        if rules.stops_after_minimum:
+            return UNKNOWN_STOP
+        match = rules.find_in_engine_text(self.sample.response[state.characters :])
+        if match == NO_STOP and state.exact_characters is None:
+            return match  # what is missing at the end of one call's text makes no difference: decoding takes time
+        text = self._decode(state)
+        return match if text is None else find_stop_string(text[state.characters :], self.params)
+
+    def _finish(self, status: str, stop: StopMatch) -> None:
+        """Give an aborted response the status and the text of one that finished in the same way."""
+        sample, state = self.sample, self._state
+        if self._last_token is not None:
+            by_token = status == "COMPLETED" and self._rules.is_stop_token(self._last_token)
+            text = self._decode(state, matched=self._hidden_stop_token if by_token else None)
+            self._set_text(text, is_joined=False)
+            if status == "COMPLETED" and not by_token and stop.end is not None:
+                sample.response = sample.response[: state.characters + stop.end]
+        sample.status = type(sample.status)[status]
+
+    @property
+    def _last_token(self) -> int | None:
+        """The last token that the turn has generated; None if it has none yet."""
+        return self.sample.tokens[-1] if self.sample.response_length != self._state.tokens else None
+
+    @property
+    def _hidden_stop_token(self) -> int | None:
+        return self._rules.hidden_stop_token(self.sample.tokens[-1])
+
+    @property
+    def _lacks_experts(self) -> bool:
+        rows = getattr(self.sample, "rollout_routed_experts", None)
+        is_short = rows is None or len(rows) != len(self.sample.tokens) - 1
+        return self.has_experts and self._last_token is not None and is_short
+
+    @property
+    def _state(self) -> TurnState:
+        return TurnState.of(self.sample)
+
+    @cached_property
+    def _rules(self) -> StopRules:
+        return StopRules(params=self.params, engine_spec=self.engine_spec, eos_ids=self.eos_ids)
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        spec = self.engine_spec
+        return Detokenizer(
+            tokenizer=self.tokenizer, params=self.params, uses_prompt=spec.tells_text, delays_text=spec.delays_text
+        )
