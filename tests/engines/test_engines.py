@@ -15,7 +15,7 @@ from streamfold.client.responses import error_message, retry_after
 from streamfold.client.urls import normalize_base_url
 from streamfold.engines.base import RequestOptions, token_array
 from streamfold.engines.sglang import Sglang
-from streamfold.integrations.base import address
+from streamfold.integrations.base import router_url
 
 ENGINE = Sglang()
 
@@ -158,7 +158,9 @@ def test_what_is_no_row_of_token_ids_is_refused(ids: Any) -> None:
 @pytest.mark.parametrize("host", ["::1", "[::1]", "2001:db8::1", "fe80::1%eth0", "::ffff:127.0.0.1"])
 def test_a_routers_host_gets_its_brackets_once(host: str) -> None:
     """encode/httpx#1311."""
-    assert address(host, 30000) == normalize_base_url(address(host, 30000)) == f"http://[{host.strip('[]')}]:30000"
+    assert (
+        router_url(host, 30000) == normalize_base_url(router_url(host, 30000)) == f"http://[{host.strip('[]')}]:30000"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The stand-in host by itself, so that what fails with an adapter in it is the adapter's."""
+"""The stand-in trainer alone, so that failures of tests with an integration are the integration's."""
 
 from __future__ import annotations
 
@@ -127,17 +127,17 @@ def test_a_span_remembers_what_it_was_given_and_how_it_ended(host: None) -> None
     meta = {"id": "x", "cached_tokens": None, "finish_reason": {"type": "stop"}}
     with trace_span("sample", "call", attrs={"a": 1}) as span:
         span.update(build_sglang_meta_trace_attrs(meta))
-    with pytest.raises(KeyError), trace_span("sample", "cut") as cut:
-        cut.update(build_sglang_meta_trace_attrs({"id": "x"}))
-    assert spans == [span, cut]
+    with pytest.raises(KeyError), trace_span("sample", "failed") as failed:
+        failed.update(build_sglang_meta_trace_attrs({"id": "x"}))
+    assert spans == [span, failed]
     assert (span.target, span.name, span.closed, span.error) == ("sample", "call", True, None)
     assert span.attrs == {"a": 1, "id": "x", "finish_reason": "stop"}
-    assert cut.closed
-    assert isinstance(cut.error, KeyError)
+    assert failed.closed
+    assert isinstance(failed.error, KeyError)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_the_hosts_own_generation_equals_the_undisturbed_one(host: None, shared: bool) -> None:
+async def test_the_trainers_own_generation_equals_the_undisturbed_one(host: None, shared: bool) -> None:
     with Loopback(stop_probability=0) as engine:
         args = args_of(engine, rollout_top_p=0.9, use_rollout_routing_replay=True, router_policy="consistent_hashing")
         state = GenerateState(args)
@@ -190,7 +190,7 @@ async def test_the_processor_counts_images_as_the_engine_does(host: None) -> Non
     assert "input_ids" not in body
 
 
-async def test_without_a_budget_nothing_is_asked(host: None) -> None:
+async def test_without_a_budget_nothing_is_requested(host: None) -> None:
     sample = Sample(tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0], status=Status.ABORTED)
     await generate_and_rm(nowhere(), sample, {"max_new_tokens": 1})
     assert (sample.status, sample.tokens) == (Status.TRUNCATED, [1, 2])
@@ -204,7 +204,7 @@ async def test_finished_samples_come_back_untouched_with_their_reward(host: None
     before = dict(vars(sample))
     assert await generate_and_rm(args, sample, {"max_new_tokens": 8}) is sample
     assert vars(sample) == before
-    assert rewards.asked == []
+    assert rewards.calls == []
 
 
 @pytest.mark.parametrize(("masked", "mask"), [(True, [0, 0]), (False, [1, 1])])
@@ -223,28 +223,28 @@ async def test_what_is_resumed_is_masked_first_if_that_is_on(host: None, masked:
     assert seen == [mask]
 
 
-async def test_evaluation_is_told_to_who_asks_and_a_sample_may_bring_its_own_generator(host: None) -> None:
-    told: list[Any] = []
+async def test_evaluation_is_passed_to_generators_that_take_it_and_a_sample_may_name_its_own(host: None) -> None:
+    received: list[Any] = []
 
     async def asks(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
-        told.append(evaluation)
+        received.append(evaluation)
         return sample
 
     async def asks_not(args: Any, sample: Sample, sampling_params: Any) -> Sample:
-        told.append(None)
+        received.append(None)
         return sample
 
     args = nowhere(custom_generate_function_path=asks)
     await generate_and_rm(args, Sample(), {}, evaluation=True)
     await generate_and_rm(args, Sample(generate_function_path=asks_not), {}, evaluation=True)
-    assert told == [True, None]
+    assert received == [True, None]
 
 
 # Aborts.
 
 
 async def abort_during(args: SimpleNamespace, generating: Callable[[], bool], count: int = 1) -> list[Sample]:
-    """Start one group, abort it when it is under way, give its samples."""
+    """Start one group, abort it once it is generating, return its samples."""
     state = GenerateState(args)
     group = [Sample(prompt=" the story", generate_function_path=path) for path in args.generators]
     state.submit_generate_tasks([group])
@@ -266,7 +266,7 @@ async def test_a_request_abort_cancels_the_task_and_leaves_the_server_alone(host
     assert generator.cancels == 2
     assert [sample.status for sample in samples] == [Status.ABORTED] * 2
     assert [sample.tokens for sample in samples] == [[300, 301, 302]] * 2
-    assert rewards.asked == []
+    assert rewards.calls == []
 
 
 async def test_beside_a_generator_that_needs_it_the_server_is_aborted_too(host: None) -> None:
@@ -280,7 +280,7 @@ async def test_beside_a_generator_that_needs_it_the_server_is_aborted_too(host: 
     assert (generator.cancels, other.reward) == (1, None)
 
 
-async def test_older_releases_abort_servers_whatever_a_generator_says(old_host: None) -> None:
+async def test_older_releases_abort_servers_for_every_generator(old_host: None) -> None:
     release = asyncio.Event()
     cancels = 0
 
@@ -310,7 +310,7 @@ async def test_older_releases_abort_servers_whatever_a_generator_says(old_host: 
     assert paths == ["/workers", "/abort_request", "/v1/loads"]
 
 
-async def test_what_has_not_begun_when_the_abort_comes_never_does(host: None) -> None:
+async def test_what_has_not_started_when_the_abort_comes_never_does(host: None) -> None:
     generator = Waiting()
     args = nowhere(generators=[generator] * 3, sglang_server_concurrency=1, partial_rollout=True)
     samples = await abort_during(args, lambda: generator.running == 1)
@@ -320,7 +320,7 @@ async def test_what_has_not_begun_when_the_abort_comes_never_does(host: None) ->
     assert [sample.metadata for sample in samples] == [{"start_rollout_id": 0}, {}, {}]
 
 
-async def test_a_cancel_of_others_propagates_even_during_an_abort(host: None) -> None:
+async def test_a_cancel_by_another_task_propagates_even_during_an_abort(host: None) -> None:
     class Draining(Waiting):
         async def __call__(self, args: SimpleNamespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
             try:
@@ -348,7 +348,7 @@ async def test_a_cancel_of_others_propagates_even_during_an_abort(host: None) ->
         GenerateState(args).reset()
 
 
-async def test_a_cancel_that_a_generator_makes_up_is_no_abort(host: None) -> None:
+async def test_a_cancelled_error_that_a_generator_raises_itself_is_no_abort(host: None) -> None:
     async def cancels(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         raise asyncio.CancelledError
 
@@ -358,7 +358,7 @@ async def test_a_cancel_that_a_generator_makes_up_is_no_abort(host: None) -> Non
     assert sample.status is Status.PENDING
 
 
-async def test_a_failure_takes_its_siblings_along_and_leaves_nothing(host: None) -> None:
+async def test_a_failure_ends_its_siblings_and_leaks_nothing(host: None) -> None:
     async def fails(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         await until(lambda: generator.running == 1)
         raise OSError("the engine is gone")
@@ -396,7 +396,7 @@ def test_the_buffer_is_served_first(host: None) -> None:
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_partial_groups_go_back_and_end_as_if_undisturbed(new: bool) -> None:
+def test_partial_groups_go_back_and_finish_as_if_undisturbed(new: bool) -> None:
     """Each rollout in an event loop of its own, finished and aborted siblings in one group."""
     rewards = Rewards()
     with installed(new=new), Loopback(token_rate=400, stop_probability=1 / 40, seed=3) as engine:
@@ -431,11 +431,11 @@ def test_partial_groups_go_back_and_end_as_if_undisturbed(new: bool) -> None:
                 assert sample.rollout_log_probs is not None
                 assert wanted.logprobs is not None
                 count = len(wanted.token_ids)
-                # An abort may come with the token that ends it all, which this generator does not see: it goes on.
+                # An abort may come with a stop token, which this generator does not see: it resumes.
                 assert sample.response_length == count or "start_rollout_id" in sample.metadata
                 assert sample.tokens[: len(prompt) + count] == prompt + wanted.token_ids
                 assert sample.rollout_log_probs[:count] == wanted.logprobs
-                assert sum(asked is sample for asked in rewards.asked) == 1
+                assert sum(call is sample for call in rewards.calls) == 1
     assert resumed
     assert mixed
 
@@ -443,7 +443,7 @@ def test_partial_groups_go_back_and_end_as_if_undisturbed(new: bool) -> None:
 @pytest.mark.parametrize(
     ("partial_rollout", "empty", "kept"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-async def test_only_groups_that_have_something_go_back(
+async def test_only_groups_with_a_partial_response_go_back(
     host: None, partial_rollout: bool, empty: bool, kept: bool
 ) -> None:
     waiting = Waiting()
@@ -466,7 +466,7 @@ async def test_only_groups_that_have_something_go_back(
         prompt_data=[Sample(generate_function_path=path) for path in (at_once, nothing_yet if empty else waiting)],
     )
     source = RolloutDataSourceWithBuffer(args)
-    for rollout_id in (7, 8):  # the second time the buffer is served, and keeps what it was told first
+    for rollout_id in (7, 8):  # the second time the buffer is served, and keeps the first rollout id
         ((sample,),) = await generate_rollout_async(args, rollout_id, source)
         assert (sample.response, sample.reward) == ("x", 1.0)
         assert bool(source.buffer) == kept

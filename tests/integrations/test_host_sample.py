@@ -1,4 +1,4 @@
-"""The stand-in's sample: what it takes, what it refuses, and what a refusal has done to it by then."""
+"""The stand-in's sample: what it accepts, what it refuses, and how a refused call has changed it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_appended_tokens_extend_everything_together() -> None:
     assert sample.status is Status.PENDING
 
 
-def test_tokens_of_a_tool_are_masked_and_choose_from_nothing() -> None:
+def test_tokens_of_a_tool_are_masked_and_have_no_top_p_ids() -> None:
     sample = Sample(tokens=[1])
     append(sample, None, [2], meta_info={"top_p_token_ids": [2, 7], "top_p_token_offsets": [0, 2]})
     sample.append_response_tokens(None, tokens=[3, 4], trainable=False)
@@ -52,7 +52,7 @@ def test_earlier_masks_stay_as_they_are(before: list[int] | None, after: list[in
 
 
 class Tensor:
-    """As much of a torch tensor as is asked for."""
+    """The part of a torch tensor that is used."""
 
     def __init__(self, values: list[int]) -> None:
         self.values = np.array(values, np.int64)
@@ -97,7 +97,7 @@ def test_arrays_are_read_however_they_are_written(written: Callable[[list[int]],
     assert sample.rollout_routed_experts.ravel().tolist() == experts
 
 
-def test_arrays_of_a_later_call_go_on_from_those_before() -> None:
+def test_arrays_of_a_later_call_are_appended_to_the_earlier_ones() -> None:
     sample, args = Sample(tokens=[1, 2]), nowhere(**SHAPE)
     row = LAYERS * TOP_K
     top_p = {"top_p_token_ids": [3, 9], "top_p_token_offsets": [0, 2]}
@@ -121,7 +121,7 @@ def test_arrays_of_a_later_call_go_on_from_those_before() -> None:
         ([-0.5] * 2, {"routed_experts": [0] * (LAYERS * TOP_K), "routed_experts_start_len": 1}),
     ],
 )
-def test_lengths_that_disagree_are_told_when_shared_lists_have_grown(log_probs: list[float], meta: Any) -> None:
+def test_lengths_that_disagree_raise_only_after_shared_lists_have_grown(log_probs: list[float], meta: Any) -> None:
     shared = [1]
     sample = Sample(tokens=shared)
     with pytest.raises(ValueError, match=r"."):
@@ -141,7 +141,7 @@ def test_a_call_without_arrays_after_one_with_them_is_refused() -> None:
     ("reason", "status"),
     [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)],
 )
-def test_the_end_of_a_call_is_taken_from_its_metadata_when_asked_for(reason: str, status: Sample.Status) -> None:
+def test_terminal_fields_are_taken_from_the_metadata_on_request(reason: str, status: Sample.Status) -> None:
     meta = {
         "finish_reason": {"type": reason},
         "weight_version": "7",
@@ -165,7 +165,7 @@ def test_a_count_without_a_value_is_an_error() -> None:
         append(Sample(tokens=[1]), nowhere(**SHAPE), [2], meta_info=meta)
 
 
-def test_a_sample_survives_a_dictionary_with_keys_of_others() -> None:
+def test_a_sample_survives_a_dictionary_with_unknown_keys() -> None:
     sample = Sample(prompt="a", status=Status.ABORTED, metadata={"k": 1})
     sample.prefix_cache_info.cached_tokens = 3
     again = Sample.from_dict({**sample.to_dict(), "theirs": 5})

@@ -1,4 +1,4 @@
-"""What the adapters ask for, and when they do not ask."""
+"""The requests of the integrations, and when none may be sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import slime, vime
-from streamfold.integrations import base as hosts
+from streamfold.integrations.settings import Settings
 from streamfold.loopback import Loopback
 from support.host import engine, installed
 from support.host.slime.observability import trace_utils
@@ -28,11 +28,11 @@ from support.host_calls import (
     Server,
     Status,
     ask,
-    asked,
     assert_undisturbed,
     event,
     partial,
     sample_of,
+    sent_request,
     streaming,
     whole,
 )
@@ -65,7 +65,7 @@ def slimes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("module", [slime, vime], ids=HOSTS)
-def test_the_host_finds_a_generator_that_it_may_cancel(module: ModuleType) -> None:
+def test_the_trainer_finds_a_generator_that_it_may_cancel(module: ModuleType) -> None:
     assert inspect.iscoroutinefunction(module.generate_streaming)
     assert vars(module.generate_streaming)["abort_mode"] == "request"
     assert list(inspect.signature(module.generate_streaming).parameters) == [
@@ -73,7 +73,7 @@ def test_the_host_finds_a_generator_that_it_may_cancel(module: ModuleType) -> No
     ]
 
 
-async def test_a_first_call_asks_with_the_prompts_ids_and_everything_that_is_set(slimes: None) -> None:
+async def test_a_first_request_has_the_prompts_ids_and_every_option_that_is_set(slimes: None) -> None:
     with Loopback(stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True, router_policy="consistent_hashing")
         params = {"max_new_tokens": 8, "temperature": 1.0, **TOP_P}
@@ -98,7 +98,7 @@ async def test_a_first_call_asks_with_the_prompts_ids_and_everything_that_is_set
     assert sample.prefix_cache_info.total_prompt_tokens == 2
 
 
-async def test_ids_that_the_host_keeps_for_itself_are_copied(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ids_that_the_trainer_keeps_are_copied(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = list(PROMPT)
     monkeypatch.setattr(sglang_rollout, "_prepare_prompt_ids", lambda *_: kept)
     async with Server(stream(event([], 0, "abort"), DONE)) as server:
@@ -111,22 +111,22 @@ async def test_ids_that_the_host_keeps_for_itself_are_copied(newer: None, monkey
 
 
 @pytest.mark.parametrize(
-    ("policy", "session", "is_told"),
+    ("policy", "session", "is_sent"),
     [("the host's", "mine", True), ("the host's", None, False), ("round_robin", "mine", False), (None, "mine", False)],
 )
 async def test_without_a_session_or_that_policy_there_is_no_routing_key(
-    newer: None, policy: str | None, session: str | None, is_told: bool
+    newer: None, policy: str | None, session: str | None, is_sent: bool
 ) -> None:
     name, header = engine.current().session
     async with Server(whole()) as server:
         await ask(
             streaming(server, router_policy=name if policy == "the host's" else policy), sample_of(session_id=session)
         )
-    assert server.generates[0].headers.get(header.lower()) == (session if is_told else None)
+    assert server.generates[0].headers.get(header.lower()) == (session if is_sent else None)
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(16, "uint8"), (256, "uint8"), (257, None), (None, None)])
-async def test_experts_are_asked_for_in_bytes_where_their_numbers_fit(
+async def test_experts_are_requested_as_uint8_where_they_fit(
     slimes: None, count: int | None, dtype: str | None
 ) -> None:
     with Loopback(num_experts=count or 16, stop_probability=0) as engine:
@@ -144,24 +144,26 @@ async def test_experts_are_asked_for_in_bytes_where_their_numbers_fit(
 # The budget (THUDM/slime#2260, verl-project/verl#7207, THUDM/slime#92, verl-project/verl#6364).
 
 
-@pytest.mark.parametrize(("cut", "left"), [(0, 8), (1, 7), (5, 3), (7, 1)])
-async def test_a_resumed_call_asks_for_what_is_missing_with_all_tokens_as_its_prompt(
-    newer: None, cut: int, left: int
+@pytest.mark.parametrize(("done", "left"), [(0, 8), (1, 7), (5, 3), (7, 1)])
+async def test_a_resumed_request_has_all_tokens_as_its_prompt_and_the_rest_of_the_budget(
+    newer: None, done: int, left: int
 ) -> None:
-    reply = [event([20], 1, "length", prompt_tokens=3 + cut)]
+    reply = [event([20], 1, "length", prompt_tokens=3 + done)]
     params = {"max_new_tokens": 8}
     async with Server(stream(*reply, DONE)) as server:
-        sample = await ask(streaming(server), partial(*range(1, cut + 1)), params)
-    (request,) = map(asked, server.generates)
+        sample = await ask(streaming(server), partial(*range(1, done + 1)), params)
+    (request,) = map(sent_request, server.generates)
     assert request.budget == left
-    assert request.ids == [*PROMPT, *range(1, cut + 1)]
+    assert request.ids == [*PROMPT, *range(1, done + 1)]
     assert params == {"max_new_tokens": 8}
-    assert sample.tokens == [*PROMPT, *range(1, cut + 1), 20]
+    assert sample.tokens == [*PROMPT, *range(1, done + 1), 20]
     assert sample.status is Status.TRUNCATED
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2, 3, 4)], ids=["from the start", "used up"])
-async def test_without_a_budget_nothing_is_asked_and_the_sample_is_truncated(newer: None, tokens: tuple[int]) -> None:
+async def test_without_a_budget_nothing_is_requested_and_the_sample_is_truncated(
+    newer: None, tokens: tuple[int]
+) -> None:
     async with Server(whole()) as server:
         sample = partial(*tokens)
         before = vars(sample) | {"status": Status.TRUNCATED}
@@ -181,23 +183,25 @@ async def test_more_tokens_than_the_budget_are_an_error(newer: None) -> None:
 async def test_siblings_share_their_parameters_and_none_changes_them(newer: None) -> None:
     shared: dict[str, Any] = {"max_new_tokens": 9, "custom_params": {"a": 1}, "stop": ["x"]}
     given = copy.deepcopy(shared)
-    async with Server(lambda request: stream(event([20], 1, "stop", prompt_tokens=len(asked(request).ids)))) as s:
+    async with Server(
+        lambda request: stream(event([20], 1, "stop", prompt_tokens=len(sent_request(request).ids)))
+    ) as s:
         siblings = [partial(*range(n)) for n in range(4)]
         await asyncio.gather(*(ask(streaming(s), sample, shared) for sample in siblings))
-    assert sorted(asked(request).budget or 0 for request in s.generates) == [6, 7, 8, 9]
+    assert sorted(sent_request(request).budget or 0 for request in s.generates) == [6, 7, 8, 9]
     assert shared == given
 
 
-async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: None) -> None:
+async def test_min_new_tokens_counts_the_whole_response_too(newer: None) -> None:
     async with Server(stream(event([20], 1, "stop", prompt_tokens=5))) as server:
         await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 6})
         await ask(streaming(server), partial(1, 2), {"max_new_tokens": 9, "min_new_tokens": 1})
     least = "min_new_tokens" if engine.current().name == "sglang" else "min_tokens"
-    assert [asked(request).params[least] for request in server.generates] == [4, 0]
-    assert [asked(request).budget for request in server.generates] == [7, 7]
+    assert [sent_request(request).params[least] for request in server.generates] == [4, 0]
+    assert [sent_request(request).budget for request in server.generates] == [7, 7]
 
 
-# What is refused before anything is asked.
+# What is refused before any request.
 
 
 @pytest.mark.parametrize(
@@ -211,12 +215,16 @@ async def test_a_least_number_of_tokens_counts_the_whole_response_too(newer: Non
         ({}, {"loss_mask": [1]}, "loss_mask has 1 entries, but response_length is 0"),
         ({"use_rollout_routing_replay": True, "num_layers": None}, {}, "num_layers"),
         ({"model_routers": {"a": ("h", 1)}, "streamfold_model": "b"}, {}, "no router for the model 'b'.* has a"),
-        ({"streamfold_concurrency": "many"}, {}, "streamfold_concurrency must be a number"),
-        ({"streamfold_concurrency": None}, {}, "they need a limit"),
-        ({"streamfold_timeout_first_token": -1}, {}, "first_token must be a number of seconds"),
+        ({"streamfold_concurrency": "many"}, {}, "streamfold_concurrency must be a whole number, 1 or more; not .many"),
+        ({"streamfold_concurrency": None}, {}, "streamfold_concurrency must be .* not None"),
+        (
+            {"streamfold_timeout_first_token": -1},
+            {},
+            "streamfold_timeout_first_token must be a number of seconds, 0 or more, or none; not -1",
+        ),
     ],
 )
-async def test_what_cannot_end_well_is_refused_before_anything_is_asked(
+async def test_what_cannot_succeed_is_refused_before_any_request(
     newer: None, settings: dict[str, Any], fields: dict[str, Any], message: str
 ) -> None:
     if "model_routers" in settings:
@@ -237,7 +245,7 @@ async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(slimes: None) 
         assert server.requests == []
 
 
-async def test_no_request_leaves_while_the_host_is_aborting(host: None) -> None:
+async def test_no_request_leaves_while_the_trainer_is_aborting(host: None) -> None:
     async with Server(whole()) as server:
         args = streaming(server)
         GenerateState(args).aborted = True
@@ -245,8 +253,8 @@ async def test_no_request_leaves_while_the_host_is_aborting(host: None) -> None:
         assert server.requests == []
 
 
-async def test_calls_that_wait_for_their_turn_do_not_begin_once_the_host_aborts(host: None) -> None:
-    """An older host's abort of a whole server would not know of them, and wait for their ends."""
+async def test_calls_that_wait_for_a_slot_do_not_start_once_the_trainer_aborts(host: None) -> None:
+    """Older slime aborts whole servers, which do not know these calls, and waits until they have ended."""
     release = asyncio.Event()
     reply = whole()
     running = [*reply[:2], release, *reply[2:]]
@@ -264,7 +272,7 @@ async def test_calls_that_wait_for_their_turn_do_not_begin_once_the_host_aborts(
 # Routers.
 
 
-async def test_a_named_model_is_asked_at_its_own_router(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_named_model_is_requested_from_its_own_router(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Server(whole()) as first, Server(whole()) as second, Server(whole()) as usual:
         routers = {"first": ("127.0.0.1", first.port), "second": ("127.0.0.1", second.port)}
         args = streaming(usual, **{f"{engine.current().name}_model_routers": routers})
@@ -277,7 +285,7 @@ async def test_a_named_model_is_asked_at_its_own_router(newer: None, monkeypatch
         assert (len(usual.generates), len(first.generates), len(second.generates)) == (1, 1, 1)
 
 
-async def test_a_router_may_have_an_address_of_the_sixth_version(newer: None) -> None:
+async def test_a_router_may_have_an_ipv6_address(newer: None) -> None:
     async with Server(whole(), host="::1") as server:
         args = streaming(server)
         setattr(args, f"{engine.current().name}_router_ip", "::1")
@@ -288,14 +296,14 @@ async def test_a_router_may_have_an_address_of_the_sixth_version(newer: None) ->
 
 
 @pytest.mark.parametrize("replay", [True, False], ids=["experts", "no experts"])
-async def test_images_go_with_the_text_at_first_and_with_all_ids_later(slimes: None, replay: bool) -> None:
+async def test_images_are_sent_with_the_text_first_and_with_all_ids_on_a_resume(slimes: None, replay: bool) -> None:
     with Loopback(stop_probability=0, incremental=True) as engine:
         args = streaming(engine, use_rollout_routing_replay=replay)
         args.hf_checkpoint = f"loopback-vl/{engine.config.vocab_size}"
         sample = Sample(prompt=TEXT, multimodal_inputs={"images": [b"png", b"png"]})
         prompt = [engine.tokenizer.image_token_id] * (2 * IMAGE_TOKENS) + engine.tokenizer.encode(TEXT)
         await ask(args, sample, {"max_new_tokens": 5})
-        sample.status = Status.ABORTED  # as if it had been cut there
+        sample.status = Status.ABORTED  # as if it had been aborted there
         await ask(args, sample, {"max_new_tokens": 12})
         first, later = (request.json() for request in engine.seen())
         assert sample.tokens[: len(prompt)] == prompt
@@ -305,10 +313,10 @@ async def test_images_go_with_the_text_at_first_and_with_all_ids_later(slimes: N
     assert first["image_data"] == later["image_data"] == ["data:image/png;base64,cG5n"] * 2
 
 
-async def test_images_need_a_prompt_of_text(newer: None) -> None:
+async def test_images_need_a_text_prompt(newer: None) -> None:
     async with Server(whole()) as server:
         sample = sample_of(prompt=[{"role": "user"}], multimodal_inputs={"images": [b"png"]})
-        with pytest.raises(ValueError, match="beside images the prompt must be a str"):
+        with pytest.raises(ValueError, match="with images the prompt must be a str"):
             await ask(streaming(server), sample)
         assert server.requests == []
 
@@ -325,17 +333,17 @@ async def test_images_need_a_prompt_of_text(newer: None) -> None:
         ({"streamfold_timeout_first_token": None}, {"STREAMFOLD_TIMEOUT_NEXT_TOKEN": "None"}, (10.0, None, None, 2.0)),
     ],
 )
-def test_attributes_win_over_variables_and_both_over_the_defaults(
+def test_attributes_take_precedence_over_variables_and_both_over_the_defaults(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], variables: dict[str, str], wanted: tuple[Any, ...]
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     args = type("Args", (), settings)()
-    found = hosts._timeouts(args)
+    found = Settings.of(args).timeouts
     assert (found.connect, found.first_token, found.next_token, found.drain) == wanted
 
 
-async def test_an_event_may_be_no_longer_than_is_set(newer: None) -> None:
+async def test_an_event_longer_than_max_event_bytes_is_an_error(newer: None) -> None:
     async with Server(whole()) as server:
         with pytest.raises(ValueError, match="64 bytes"):
             await ask(streaming(server, streamfold_max_event_bytes=64), sample_of())
@@ -344,7 +352,7 @@ async def test_an_event_may_be_no_longer_than_is_set(newer: None) -> None:
 # Spans.
 
 
-async def test_each_call_is_a_span_of_the_host(host: None) -> None:
+async def test_each_call_is_a_span_of_the_trainer(host: None) -> None:
     async with Server(whole()) as server:
         sample = await ask(streaming(server), sample_of(), {"max_new_tokens": 8})
     (span,) = spans
@@ -358,7 +366,7 @@ async def test_each_call_is_a_span_of_the_host(host: None) -> None:
     assert span.name == f"{engine.current().name}_generate"
 
 
-async def test_a_host_without_spans_does_without(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_without_spans_works(newer: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Server(whole()) as server:
         with monkeypatch.context() as patch:
             for name in ("observability.trace_utils", "utils.trace_utils"):
@@ -367,7 +375,7 @@ async def test_a_host_without_spans_does_without(newer: None, monkeypatch: pytes
     assert spans == []
 
 
-async def test_helpers_for_spans_that_are_missing_or_fail_cost_no_sample(
+async def test_span_helpers_that_are_missing_or_fail_cost_no_sample(
     newer: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     builder = f"build_{engine.current().name}_meta_trace_attrs"
@@ -377,11 +385,11 @@ async def test_helpers_for_spans_that_are_missing_or_fail_cost_no_sample(
             sample = await ask(streaming(server), sample_of())
             assert (sample.status, sample.response_length) == (Status.COMPLETED, 3)
     assert [span.name for span in spans] == [f"{engine.current().name}_generate"] * 2
-    assert "could not be described" in caplog.text
+    assert "could not be added" in caplog.text
 
 
 @pytest.mark.parametrize("eos", [9, [8, 9], None])
-async def test_a_tokenizer_may_have_one_end_or_several_or_none(newer: None, eos: Any) -> None:
+async def test_a_tokenizer_may_have_one_eos_several_or_none(newer: None, eos: Any) -> None:
     async with Server(stream(event([20], 1, "stop", prompt_tokens=5), DONE)) as server:
         args = streaming(server)
         GenerateState(args).tokenizer.eos_token_id = eos
@@ -390,7 +398,7 @@ async def test_a_tokenizer_may_have_one_end_or_several_or_none(newer: None, eos:
     assert sample.status is Status.COMPLETED
 
 
-async def test_an_evaluation_is_asked_for_in_the_same_way(host: None) -> None:
+async def test_an_evaluation_is_requested_like_a_rollout(host: None) -> None:
     async with Server(whole()) as server:
         args = streaming(server)
         samples = [

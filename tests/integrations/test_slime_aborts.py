@@ -1,4 +1,4 @@
-"""The adapters' calls are cut: by the host in either of its ways, or by anybody else."""
+"""Aborts of the integrations' calls: by the trainer, which ends one request or whole servers, or by another task."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from support.host_calls import (
     TOP_P,
     Server,
     Status,
-    adapter,
     aligned,
     arrived,
     ask,
-    asked,
     assert_undisturbed,
+    entry_module,
     event,
     events,
     partial,
     response_of,
     running,
     sample_of,
+    sent_request,
     streaming,
     text_of,
 )
@@ -63,7 +63,7 @@ def slime() -> Iterator[None]:
 
 
 async def host_aborts(args: SimpleNamespace, *samples: Sample, params: dict[str, Any], when: Any) -> list[Sample]:
-    """Hand a group to the host, and have it abort the group at a moment of ours."""
+    """Give a group to the trainer, and let it abort the group when ``when()`` is true."""
     state = GenerateState(args)
     state.sampling_params = params
     state.submit_generate_tasks([list(samples)])
@@ -75,33 +75,33 @@ async def host_aborts(args: SimpleNamespace, *samples: Sample, params: dict[str,
     return found
 
 
-# By the host.
+# By the trainer.
 
 
 @pytest.mark.parametrize("incremental", [True, False])
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
-async def test_the_hosts_abort_keeps_every_token_and_the_next_call_goes_on(new: bool, incremental: bool) -> None:
+async def test_the_trainers_abort_keeps_every_token_and_the_next_call_resumes(new: bool, incremental: bool) -> None:
     with installed(new=new), Loopback(token_rate=400, stop_probability=0, incremental=incremental) as engine:
         rewards = Rewards()
         args = streaming(engine, custom_rm_path=rewards, use_rollout_routing_replay=True)
         params = {"max_new_tokens": 60, **TOP_P}
         group = [Sample(prompt=f" {word}") for word in ("the", "of")]
-        cut = await host_aborts(args, *group, params=params, when=lambda: engine.stats().tokens > 10)
-        assert [sample.status for sample in cut] == [Status.ABORTED] * 2
-        assert all(0 < sample.response_length < 60 and aligned(sample) for sample in cut)
-        assert all(sample.rollout_top_p_token_offsets is not None for sample in cut), "the abort was waited out"
-        assert [sample.metadata.get("lost_side_data") for sample in cut] == [None, None]
-        assert rewards.asked == []
+        aborted = await host_aborts(args, *group, params=params, when=lambda: engine.stats().tokens > 10)
+        assert [sample.status for sample in aborted] == [Status.ABORTED] * 2
+        assert all(0 < sample.response_length < 60 and aligned(sample) for sample in aborted)
+        assert all(sample.rollout_top_p_token_offsets is not None for sample in aborted), "the abort was waited out"
+        assert [sample.metadata.get("lost_side_data") for sample in aborted] == [None, None]
+        assert rewards.calls == []
         aborts = [request.json() for request in engine.seen() if request.path == "/abort_request"]
         assert ({"abort_all": True} in aborts) is not new
-        for sample in cut:
+        for sample in aborted:
             await generate_and_rm(args, sample, params)
             assert_undisturbed(engine, args, sample, params)
-        assert len(rewards.asked) == 2
+        assert len(rewards.calls) == 2
         assert engine.stats().leavers == ()
 
 
-async def test_the_hosts_cancel_keeps_the_prefix_and_closes_the_request(newer: None) -> None:
+async def test_the_trainers_cancel_keeps_the_prefix_and_closes_the_request(newer: None) -> None:
     async with Server(running()) as server:
         sample = sample_of()
         (found,) = await host_aborts(
@@ -109,7 +109,7 @@ async def test_the_hosts_cancel_keeps_the_prefix_and_closes_the_request(newer: N
         )
         assert found is sample
         await until(server.generates[0].peer_closed.is_set)
-        assert set(server.aborts) == {asked(server.generates[0]).rid}
+        assert set(server.aborts) == {sent_request(server.generates[0]).rid}
     assert (sample.status, response_of(sample)) == (Status.ABORTED, [1, 2])
 
 
@@ -119,12 +119,12 @@ async def test_a_retracted_request_that_a_server_abort_ends_keeps_the_last_prefi
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
-async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_handed_in_again(slime: None) -> None:
-    """The host takes whatever it cancels for a partial sample; a stop is a stop all the same."""
+async def test_what_finished_during_the_abort_does_not_grow_when_it_is_resumed(slime: None) -> None:
+    """The trainer takes every sample that it cancels for partial; a finished one stays finished."""
     rewards = Rewards()
 
     def reply(request: Request) -> list[Any]:
-        rid = asked(request).rid
+        rid = sent_request(request).rid
         return [
             head(),
             *map(chunk, [event([1], 1), event([2], 2)]),
@@ -142,7 +142,7 @@ async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_han
         await generate_and_rm(args, sample, params)
         assert (response_of(sample), sample.status, sample.reward) == ([1, 2, 3], Status.COMPLETED, 1.0)
         assert len(server.generates) == 1
-    assert len(rewards.asked) == 1
+    assert len(rewards.calls) == 1
     assert "streamfold_ended" not in sample.metadata
 
 
@@ -157,26 +157,26 @@ async def test_what_finished_while_it_was_being_cut_does_not_grow_when_it_is_han
         ({"stop": [(3,)]}, []),
     ],
 )
-async def test_an_abort_that_comes_with_the_last_token_ends_the_response_all_the_same(
+async def test_a_response_whose_last_token_is_a_stop_token_is_finished_even_if_aborted(
     newer: None, request: pytest.FixtureRequest, params: dict[str, Any], ends_for: Sequence[str]
 ) -> None:
-    """An engine that aborts a request does not look whether its token would have stopped it; gone on with it grows."""
+    """An engine that aborts a request does not check whether its last token is a stop token; resumed it would grow."""
 
     ends = request.node.callspec.params["newer"] in ends_for
-    told = {**PARAMS, **params, "stop": [text_of(*ids) for ids in params.get("stop", ())]}
+    given = {**PARAMS, **params, "stop": [text_of(*ids) for ids in params.get("stop", ())]}
     async with Server() as server:
         args = streaming(server)
         last = 2 if params else GenerateState(args).tokenizer.eos_token_id
         server.reply(stream(event([1], 1), event([last], 2, "abort"), DONE))
-        sample = await ask(args, sample_of(), told)
+        sample = await ask(args, sample_of(), given)
         assert (response_of(sample), sample.status) == ([1, last], Status.ABORTED)
         server.reply(stream(event([9], 1, "stop", prompt_tokens=5), DONE))
-        await ask(args, sample, told)
+        await ask(args, sample, given)
         assert len(server.generates) == (1 if ends else 2)
     assert (response_of(sample), sample.status) == ([1, last] if ends else [1, last, 9], Status.COMPLETED)
 
 
-async def test_the_note_of_a_finished_response_does_not_outlive_it(newer: None) -> None:
+async def test_the_noted_status_of_a_finished_response_is_removed_once_used(newer: None) -> None:
     sample = partial(1, 2, metadata={"streamfold_ended": {"at": 3, "as": "COMPLETED"}, "mine": 1})
     async with Server(stream(event([3], 1, "abort", prompt_tokens=5), DONE)) as server:
         await ask(streaming(server), sample)
@@ -186,16 +186,18 @@ async def test_the_note_of_a_finished_response_does_not_outlive_it(newer: None) 
     assert sample.metadata["mine"] == 1
 
 
-# By others (jd/tenacity#529, THUDM/slime#2272).
+# By other tasks (jd/tenacity#529, THUDM/slime#2272).
 
 
 @pytest.mark.parametrize("through_host", [True, False], ids=["through the host", "directly"])
 @pytest.mark.parametrize("moment", ["before headers", "between events"])
-async def test_a_cancel_of_others_propagates_and_keeps_what_came(newer: None, moment: str, through_host: bool) -> None:
+async def test_a_cancel_by_another_task_propagates_and_keeps_what_was_received(
+    newer: None, moment: str, through_host: bool
+) -> None:
     steps = [HANG] if moment == "before headers" else running()
     async with Server(steps) as server:
         sample, args = sample_of(), streaming(server)
-        generate = generate_and_rm if through_host else adapter().generate_streaming
+        generate = generate_and_rm if through_host else entry_module().generate_streaming
         task: asyncio.Task[Any] = asyncio.create_task(generate(args, sample, PARAMS))
         await until(lambda: server.generates and (moment == "before headers" or arrived() == 2))
         task.cancel()
@@ -205,24 +207,24 @@ async def test_a_cancel_of_others_propagates_and_keeps_what_came(newer: None, mo
         await until(server.generates[0].peer_closed.is_set)
         await until(lambda: server.open == 0)
         assert len(server.generates) == 1
-        assert set(server.aborts) == {asked(server.generates[0]).rid}
+        assert set(server.aborts) == {sent_request(server.generates[0]).rid}
     assert response_of(sample) == ([] if moment == "before headers" else [1, 2])
     assert (sample.status, sample.reward) == (Status.ABORTED, None)
 
 
-async def test_a_time_limit_of_the_callers_ends_in_their_own_error(newer: None) -> None:
+async def test_a_timeout_of_the_caller_raises_the_callers_error(newer: None) -> None:
     async with Server(running()) as server:
         sample = sample_of()
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(adapter().generate_streaming(streaming(server), sample, PARAMS), 0.1)
+            await asyncio.wait_for(entry_module().generate_streaming(streaming(server), sample, PARAMS), 0.1)
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_asks_nothing(newer: None) -> None:
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_slot_sends_nothing(newer: None) -> None:
     async with Server(running()) as server:
         args = streaming(server, streamfold_concurrency=1)
         samples = [sample_of(), sample_of()]
-        tasks = [asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS)) for sample in samples]
+        tasks = [asyncio.create_task(entry_module().generate_streaming(args, sample, PARAMS)) for sample in samples]
         await until(lambda: arrived() == 2)
         for task in reversed(tasks):
             task.cancel()
@@ -237,7 +239,7 @@ async def test_a_second_cancel_ends_the_wait_for_side_data(slime: None) -> None:
     async with Server(running()) as server:
         sample = sample_of()
         args = streaming(server, streamfold_drain=60, use_rollout_routing_replay=True)
-        task = asyncio.create_task(adapter().generate_streaming(args, sample, PARAMS))
+        task = asyncio.create_task(entry_module().generate_streaming(args, sample, PARAMS))
         await until(lambda: arrived() == 2)
         task.cancel()
         await until(lambda: server.aborts)
@@ -249,7 +251,7 @@ async def test_a_second_cancel_ends_the_wait_for_side_data(slime: None) -> None:
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
-async def test_top_p_ids_that_do_not_come_in_time_are_counted(slime: None) -> None:
+async def test_tokens_without_their_top_p_ids_are_counted_as_lost(slime: None) -> None:
     async with Server(running()) as server:
         sample = sample_of()
         args = streaming(server, streamfold_drain=0.1)
@@ -259,7 +261,7 @@ async def test_top_p_ids_that_do_not_come_in_time_are_counted(slime: None) -> No
     assert sample.metadata == {"lost_side_data": 2}
 
 
-async def test_a_finished_call_is_not_disturbed_by_what_comes_later(newer: None) -> None:
+async def test_a_finished_call_is_not_disturbed_by_a_later_abort(newer: None) -> None:
     async with Server(stream(*events(3), DONE)) as server:
         sample = await ask(streaming(server), sample_of())
         await until(lambda: server.open == 0)

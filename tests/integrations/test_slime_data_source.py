@@ -1,10 +1,11 @@
-"""The hosts' data source with our buffer: no restart gives the trainer a group twice, and none is missing."""
+"""DataSource: over all restarts the trainer gets every group exactly once."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
+import pickle
 import random
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from support.host import installed, trainer
 from support.host.helpers import Scripted, append, nowhere
 from support.host.slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from support.host.slime.rollout.sglang_rollout import generate_rollout_async
-from support.host_calls import HOSTS, Status, adapter
+from support.host_calls import HOSTS, Status, entry_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,25 +46,25 @@ def args(tmp_path: Path) -> SimpleNamespace:
     return nowhere(save=str(tmp_path), load=str(tmp_path), rollout_shuffle=True, prompt_data=list(WORDS))
 
 
-def source_of(args: SimpleNamespace, *, keeps_account: bool = True, loads: int | None = None) -> Any:
-    source = adapter().DataSource(args)
-    source.keeps_account = keeps_account
+def source_of(args: SimpleNamespace, *, tracks_in_flight: bool = True, loads: int | None = None) -> Any:
+    source = entry_module().DataSource(args)
+    source.durable.tracks_in_flight = tracks_in_flight
     if loads is not None:
         source.load(loads)
     return source
 
 
-def told(groups: list[list[Sample]]) -> list[tuple[Any, ...]]:
+def identities(groups: list[list[Sample]]) -> list[tuple[Any, ...]]:
     return [(sample.prompt, sample.group_index, sample.index) for group in groups for sample in group]
 
 
 def undisturbed(args: SimpleNamespace, count: int) -> list[tuple[Any, ...]]:
     """What slime's own source gives, from its beginning."""
-    return told(RolloutDataSource(args).get_samples(count))
+    return identities(RolloutDataSource(args).get_samples(count))
 
 
-def cut(group: list[Sample], args: Any = None) -> list[Sample]:
-    """Let the first of a group be partial, and the others finished."""
+def partially_done(group: list[Sample], args: Any = None) -> list[Sample]:
+    """Make the first sample of a group partial, and the others finished."""
     for sample in group:
         append(sample, args, [7, 8], text="xx")
         sample.status = Status.COMPLETED
@@ -75,17 +76,18 @@ def cut(group: list[Sample], args: Any = None) -> list[Sample]:
 # Where groups are.
 
 
-def test_it_is_the_hosts_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
+def test_it_is_the_trainers_own_source_with_a_buffer_of_ours(args: SimpleNamespace) -> None:
     source = source_of(args)
     assert isinstance(source, RolloutDataSourceWithBuffer)
-    assert type(source) is adapter().DataSource
-    assert type(source).__module__ == adapter().__name__
+    assert type(source) is entry_module().DataSource
+    assert type(source).__module__ == entry_module().__name__
+    assert pickle.loads(pickle.dumps(type(source))) is type(source)
     assert isinstance(source.buffer, Buffer)
     assert len(source) == len(WORDS)
-    assert told(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)
+    assert identities(source.get_samples(3) + source.get_samples(9)) == undisturbed(args, 12)
 
 
-def test_what_came_back_is_served_first_and_is_counted_meanwhile(args: SimpleNamespace) -> None:
+def test_returned_groups_are_served_first_and_counted_meanwhile(args: SimpleNamespace) -> None:
     source = source_of(args)
     first, second, third = source.get_samples(3)
     source.add_samples([third, first])
@@ -99,7 +101,7 @@ def test_what_came_back_is_served_first_and_is_counted_meanwhile(args: SimpleNam
     assert source.buffer.in_flight == 0
 
 
-def test_a_group_of_another_size_does_not_come_back(args: SimpleNamespace) -> None:
+def test_a_returned_group_of_another_size_is_refused(args: SimpleNamespace) -> None:
     source = source_of(args)
     good, bad = source.get_samples(2)
     with pytest.raises(ValueError, match=r"1 samples.*is 2"):
@@ -108,12 +110,12 @@ def test_a_group_of_another_size_does_not_come_back(args: SimpleNamespace) -> No
     assert source.buffer.in_flight == 2
 
 
-def test_without_prompts_it_gives_what_it_was_given_and_says_so_when_there_is_no_more(args: SimpleNamespace) -> None:
+def test_without_prompts_it_gives_returned_groups_and_raises_when_there_are_no_more(args: SimpleNamespace) -> None:
     group = source_of(args).get_samples(1)[0]
     args.rollout_global_dataset = False
     source = source_of(args)
     source.add_samples([group])
-    with pytest.raises(RuntimeError, match=r"2 groups are asked for, 1 wait"):
+    with pytest.raises(RuntimeError, match=r"2 groups are requested, but 1 wait"):
         source.get_samples(2)
     assert source.get_samples(1) == [group]
     source.save(0)
@@ -154,27 +156,27 @@ def test_a_filter_that_raises_leaves_the_buffer_as_it_was(args: SimpleNamespace)
 # Restarts.
 
 
-def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_what_would_have_come(
+def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_the_next_prompts(
     args: SimpleNamespace,
 ) -> None:
     source = source_of(args)
     groups = source.get_samples(8)
     source.done(groups[:3])
-    source.add_samples([cut(groups[4]), cut(groups[6])])
+    source.add_samples([partially_done(groups[4]), partially_done(groups[6])])
     source.save(5)
     before = [exactly(copy.deepcopy(vars(s))) for i in (3, 5, 7, 4, 6) for s in groups[i]]
     again = source_of(args, loads=5)
     got = again.get_samples(9)
     assert [exactly(vars(sample)) for group in got[:5] for sample in group] == before
-    assert told(got[5:]) == undisturbed(args, 12)[8 * 2 :]
+    assert identities(got[5:]) == undisturbed(args, 12)[8 * 2 :]
     assert [group[0].group_index for group in got[5:]] == [8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("fate", ["missing", "older", "later", "damaged"])
-def test_our_file_is_enough_if_the_hosts_own_was_lost_on_the_way(
+def test_our_file_is_enough_if_the_trainers_own_was_lost(
     args: SimpleNamespace, fate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both files are of one moment only if nothing dies between them."""
+    """The two files differ if the process dies between their writes."""
     theirs = Path(args.save) / "rollout" / "global_dataset_state_dict_1.pt"
     caplog.set_level(logging.WARNING)
     earlier = RolloutDataSource(args)
@@ -190,11 +192,11 @@ def test_our_file_is_enough_if_the_hosts_own_was_lost_on_the_way(
     else:
         earlier.save(1)
     got = source_of(args, loads=1).get_samples(6)
-    assert told(got) == undisturbed(args, 12)[6 * 2 :]
+    assert identities(got) == undisturbed(args, 12)[6 * 2 :]
     assert "ours" in caplog.text
 
 
-def test_a_run_that_began_with_the_hosts_own_source_goes_on_with_ours(
+def test_a_run_that_started_with_the_trainers_own_source_resumes_with_ours(
     args: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = RolloutDataSourceWithBuffer(args)
@@ -205,16 +207,16 @@ def test_a_run_that_began_with_the_hosts_own_source_goes_on_with_ours(
     groups = source.get_samples(2)
     source.save(2)
     again = source_of(args, loads=2).get_samples(3)
-    assert told(groups) == told(again[:2]) == undisturbed(args, 10)[14:18]
-    assert told(again[2:]) == undisturbed(args, 10)[18:]
+    assert identities(groups) == identities(again[:2]) == undisturbed(args, 10)[14:18]
+    assert identities(again[2:]) == undisturbed(args, 10)[18:]
 
 
-def test_without_anything_saved_it_begins_at_the_beginning(
+def test_without_a_checkpoint_it_starts_at_the_first_prompt(
     args: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert told(source_of(args, loads=-1).get_samples(2)) == undisturbed(args, 2)
+    assert identities(source_of(args, loads=-1).get_samples(2)) == undisturbed(args, 2)
     args.load = None
-    assert told(source_of(args, loads=3).get_samples(2)) == undisturbed(args, 2)
+    assert identities(source_of(args, loads=3).get_samples(2)) == undisturbed(args, 2)
     assert caplog.text == ""
 
 
@@ -226,14 +228,14 @@ def test_a_damaged_file_of_ours_is_refused(args: SimpleNamespace) -> None:
         source_of(args, loads=0)
 
 
-def test_what_the_trainer_got_ahead_of_what_it_saves_is_not_lost(args: SimpleNamespace) -> None:
+def test_groups_delivered_after_the_saved_rollout_are_not_lost(args: SimpleNamespace) -> None:
     """An asynchronous trainer asks for the next rollout before it has saved the last one."""
     source = source_of(args)
     first, second, waits = source.get_samples(3)
     source.add_samples([waits])
     for rollout_id, group in enumerate([first, second]):
         source.done([group])
-        source.delivered([group], rollout_id)
+        source.durable.delivered([group], rollout_id)
     source.save(0)
     assert (source.get_buffer_length(), source.buffer.in_flight) == (1, 0), "a save changes nothing"
     source.save(1)
@@ -245,9 +247,9 @@ def test_what_the_trainer_got_ahead_of_what_it_saves_is_not_lost(args: SimpleNam
 # With rollout functions.
 
 
-async def test_with_the_hosts_own_rollout_function_nothing_is_thought_to_be_in_flight(args: SimpleNamespace) -> None:
+async def test_with_the_trainers_own_rollout_function_nothing_counts_as_in_flight(args: SimpleNamespace) -> None:
     vars(args).update(custom_generate_function_path=Scripted(), over_sampling_batch_size=4)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     await generate_rollout_async(args, 0, source)
     assert source.buffer.in_flight == 0
     source.save(0)
@@ -260,12 +262,12 @@ def test_with_ours_every_group_is_somewhere_after_each_rollout_and_each_restart(
         index: [(index % 3, "hang"), (1, Status.COMPLETED)] for index in range(200) if index % 5 == 3
     }
     vars(args).update(custom_generate_function_path=Scripted(script), over_sampling_batch_size=5, partial_rollout=True)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     given: list[int] = []
     for rollout_id in range(12):
         if rollout_id % 3 == 2:
             source = source_of(args, loads=rollout_id - 1)
-        output = adapter().generate_rollout(args, rollout_id, source)
+        output = entry_module().generate_rollout(args, rollout_id, source)
         given += [group[0].group_index for group in output.samples]
         assert source.buffer.in_flight == 0
         source.save(rollout_id)
@@ -278,7 +280,7 @@ def test_with_ours_every_group_is_somewhere_after_each_rollout_and_each_restart(
 
 
 class Trainer:
-    """Processes that train one after the other, each from the state that was saved last."""
+    """Processes that train one after the other, each from the last checkpoint."""
 
     def __init__(self, folder: Path, engine: Loopback, **how: Any) -> None:
         self._folder = folder
@@ -317,7 +319,7 @@ class Trainer:
 
 @pytest.mark.parametrize("_host", ["slime"], indirect=True)
 @pytest.mark.parametrize("how", [{}, {"ahead": True}, {"pooled": True, "ahead": True}], ids=["", "ahead", "pooled"])
-def test_over_all_lives_of_a_trainer_no_group_comes_twice_and_none_is_missing(
+def test_over_all_restarts_of_a_trainer_every_group_is_delivered_once(
     tmp_path: Path, how: dict[str, Any], soak: bool
 ) -> None:
     """It is killed in the middle of a rollout, of our file, between ours and slime's own, and at any moment."""

@@ -1,4 +1,4 @@
-"""Calls of the adapters that do not end well: what the sample keeps, and what the host is told."""
+"""Calls of the integrations that fail: what the sample keeps, and what is raised."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from support.host_calls import (
     Written,
     aligned,
     ask,
-    asked,
     assert_undisturbed,
     event,
     events,
     partial,
     response_of,
     sample_of,
+    sent_request,
     streaming,
     text_of,
 )
@@ -61,13 +61,13 @@ def two(*rest: Step) -> list[Step]:
 async def failed(
     error: type[Exception], steps: Sequence[Step], params: dict[str, Any] | None = None, **settings: Any
 ) -> Written:
-    """Ask for a sample where the call fails; give the sample, with what every failure must leave."""
+    """Generate a sample whose call fails; check what every failure must leave, and return the sample."""
     tokens, metadata = list(PROMPT), {"mine": 1}
     sample = Written(prompt="x", tokens=tokens, metadata=metadata)
     async with Server(steps) as server:
         with pytest.raises(error):
             await ask(streaming(server, **settings), sample, params)
-        assert len(server.generates) == 1, "the adapter does not ask again"
+        assert len(server.generates) == 1, "it is not retried"
     assert sample.status is Status.ABORTED
     assert sample.reward is None
     assert (tokens, metadata) == (PROMPT, {"mine": 1}), "what may be shared with others stays as it was"
@@ -116,7 +116,7 @@ WRONG = {
 
 @slime_only
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_an_event_that_is_wrong_adds_nothing_to_what_was_good(wrong: str) -> None:
+async def test_an_invalid_event_adds_nothing(wrong: str) -> None:
     sample = await failed(DecodeError, [head(), *map(chunk, [*INCREMENTAL, WRONG[wrong]]), HANG])
     assert (response_of(sample), sample.response) == ([1, 2], "bc")
     assert sample.writes == 1
@@ -128,19 +128,19 @@ async def test_an_event_that_is_wrong_adds_nothing_to_what_was_good(wrong: str) 
     [bodies.event([1], 1), bodies.event([3], 3), bodies.event([1, 9, 3], 3), bodies.event([9, 2, 3], 3)],
     ids=["shorter", "the other mode", "another prefix", "another beginning"],
 )
-async def test_a_cumulative_stream_must_keep_what_it_said(wrong: bytes) -> None:
+async def test_a_cumulative_stream_must_not_change_its_prefix(wrong: bytes) -> None:
     sample = await failed(DecodeError, [head(), *map(chunk, [*CUMULATIVE, wrong]), HANG])
     assert (response_of(sample), sample.response) == ([1, 2], "bc")
 
 
 @pytest.mark.parametrize("status", [400, 404, 503])
-async def test_a_refusal_leaves_the_sample_as_it_was_but_for_its_status(status: int) -> None:
-    """THUDM/slime#1542: and what is refused for good is asked once."""
+async def test_a_refusal_changes_only_the_status_of_the_sample(status: int) -> None:
+    """THUDM/slime#1542: a request that is not retryable is sent once."""
     sample = await failed(EngineError, answer_json({"error": {"message": "no"}}, status=status))
     assert response_of(sample) == []
 
 
-async def test_an_error_event_leaves_what_came_before() -> None:
+async def test_an_error_event_keeps_what_was_received_before() -> None:
     """vllm-project/guidellm#743."""
     error = b'data: {"error": {"message": "boom", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
     sample = await failed(EngineError, stream(*events(2, finish=None), error, DONE))
@@ -169,7 +169,7 @@ async def test_an_engine_that_is_not_there_is_an_error() -> None:
     ("setting", "steps", "kept"),
     [("first_token", [HANG], []), ("first_token", [head(), HANG], []), ("next_token", None, [1, 2])],
 )
-async def test_a_silent_engine_is_left_with_what_it_gave(
+async def test_a_silent_engine_times_out_and_its_tokens_are_kept(
     setting: str, steps: list[Step] | None, kept: list[int]
 ) -> None:
     settings: dict[str, Any] = {f"streamfold_timeout_{setting}": 0.1}
@@ -179,12 +179,12 @@ async def test_a_silent_engine_is_left_with_what_it_gave(
 
 
 @pytest.mark.parametrize("k", range(6))
-async def test_after_a_reset_the_response_goes_on_from_its_own_tokens(k: int) -> None:
-    """aden-hive/hive#5923: neither from the prompt again nor with a token twice."""
+async def test_after_a_reset_the_response_resumes_from_its_own_tokens(k: int) -> None:
+    """aden-hive/hive#5923: it neither restarts from the prompt nor repeats a token."""
     every = [1, 2, 3, 4, 5, 6]
 
     def reply(request: Request) -> list[Any]:
-        ids, budget = asked(request).ids, asked(request).budget
+        ids, budget = sent_request(request).ids, sent_request(request).budget
         done = ids[len(PROMPT) :]
         assert budget is not None
         assert done == every[: len(done)]
@@ -218,7 +218,7 @@ ABORTS = {
 
 @slime_only
 @pytest.mark.parametrize("abort", ABORTS)
-async def test_an_abort_that_nobody_here_asked_for_is_a_result(abort: str) -> None:
+async def test_an_abort_by_the_engine_is_a_result(abort: str) -> None:
     sample = partial(8)
     body = [bodies.event([t], t, text=chr(97 + t), prompt_tokens=4) for t in (1, 2)]
     async with Server(stream(*body, ABORTS[abort], DONE)) as server:
@@ -237,7 +237,7 @@ async def test_an_abort_before_the_first_token_leaves_an_empty_sample() -> None:
     assert (sample.status, sample.tokens, sample.metadata) == (Status.ABORTED, PROMPT, {})
 
 
-# Side data that does not come.
+# Missing side data.
 
 
 @slime_only
@@ -260,8 +260,8 @@ async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_
         sample = await ask(streaming(engine), Sample(prompt=TEXT), {**params, "max_new_tokens": 4})
         sample.status = Status.ABORTED
         before = {**vars(sample), "metadata": {"lost_side_data": 2}}
-        cut: list[Any] = [head(), *(chunk(event([i], i, prompt_tokens=6)) for i in (1, 2)), FIN]
-        async with Server(cut) as server:
+        broken: list[Any] = [head(), *(chunk(event([i], i, prompt_tokens=6)) for i in (1, 2)), FIN]
+        async with Server(broken) as server:
             with pytest.raises(StreamTruncated):
                 await ask(streaming(server), sample, params)
         assert vars(sample) == before
@@ -271,7 +271,7 @@ async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_
 
 @slime_only
 @pytest.mark.parametrize("what", ["top-p ids", "routed experts"])
-async def test_a_finished_call_without_what_was_asked_for_is_an_error_that_says_so(what: str) -> None:
+async def test_a_finished_call_without_requested_side_data_is_an_error_that_names_it(what: str) -> None:
     params = TOP_P if what == "top-p ids" else {}
     sample = await failed(
         EngineError, stream(*events(3), DONE), params, use_rollout_routing_replay=what == "routed experts"
@@ -283,15 +283,15 @@ async def test_a_finished_call_without_what_was_asked_for_is_an_error_that_says_
 
 @slime_only
 @pytest.mark.parametrize("params", [{}, {"top_p": 1.0, "top_k": -1, "temperature": 0.7}, {"top_k": 1 << 30}])
-async def test_where_nothing_narrows_the_choice_there_are_no_top_p_ids_to_wait_for(params: dict[str, Any]) -> None:
-    asked = {**params, "custom_params": {"return_top_p_token_ids": True}}
+async def test_unrestricted_sampling_needs_no_top_p_ids(params: dict[str, Any]) -> None:
+    with_top_p = {**params, "custom_params": {"return_top_p_token_ids": True}}
     async with Server(stream(*events(3), DONE)) as server:
-        sample = await ask(streaming(server), sample_of(), asked)
+        sample = await ask(streaming(server), sample_of(), with_top_p)
     assert (sample.status, response_of(sample)) == (Status.COMPLETED, [1, 2, 3])
 
 
 @slime_only
-async def test_a_cut_call_keeps_its_tokens_without_experts_and_the_next_brings_those_of_all() -> None:
+async def test_an_aborted_call_keeps_its_tokens_without_experts_and_the_next_returns_all_experts() -> None:
     def shape(rows: int) -> str:
         return base64.b64encode(np.arange(rows, dtype="<i4").tobytes()).decode()
 
@@ -314,19 +314,21 @@ async def test_a_cut_call_keeps_its_tokens_without_experts_and_the_next_brings_t
 
 
 @slime_only
-async def test_experts_that_do_not_fit_the_hosts_prompt_are_refused_and_nothing_is_written() -> None:
+async def test_experts_that_do_not_fit_the_prompt_are_refused_and_nothing_is_written() -> None:
     with Loopback(stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True)
-        sample = Written(prompt=TEXT, multimodal_inputs={"images": [b"png"]})  # the host counts no image: no processor
+        sample = Written(
+            prompt=TEXT, multimodal_inputs={"images": [b"png"]}
+        )  # the trainer counts no image: no processor
         with pytest.raises(ValueError, match=r"but 4 rows \(tokens - 1\) are needed"):
             await ask(args, sample, {"max_new_tokens": 3})
     assert (sample.response_length, sample.status, sample.writes) == (0, Status.ABORTED, 0)
 
 
-async def test_if_what_came_cannot_be_kept_the_calls_own_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+async def test_if_the_tokens_cannot_be_written_the_calls_own_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     class Refuses(Written):
-        def append_response_tokens(self, *args: Any, **told: Any) -> None:
-            super().append_response_tokens(*args, **told)
+        def append_response_tokens(self, *args: Any, **fields: Any) -> None:
+            super().append_response_tokens(*args, **fields)
             raise ValueError("not like this")
 
     sample = Refuses(prompt="x", tokens=list(PROMPT))
@@ -337,7 +339,7 @@ async def test_if_what_came_cannot_be_kept_the_calls_own_error_is_raised(caplog:
     assert "not like this" in caplog.text
 
 
-async def test_every_error_of_a_call_carries_what_had_come() -> None:
+async def test_every_error_of_a_call_carries_what_was_received() -> None:
     async with Server(two(FIN)) as server:
         with pytest.raises(StreamfoldError) as raised:
             await ask(streaming(server), sample_of())

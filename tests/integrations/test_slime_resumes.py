@@ -1,4 +1,4 @@
-"""The adapters ask again while the host is not aborting: by themselves, within bounds, and off by one setting."""
+"""Retries and resumes: bounded, stopped by the trainer's abort, and switched off by one setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Retries, StreamTruncated
-from streamfold.integrations import base as hosts
 from support.completing import answers
 from support.host import installed
 from support.host.slime.rollout.sglang_rollout import GenerateState
@@ -19,12 +18,12 @@ from support.host_calls import (
     Written,
     aligned,
     ask,
-    asked,
-    cut,
+    broken_off,
     event,
     part,
     response_of,
     sample_of,
+    sent_request,
     streaming,
 )
 from support.replay import DONE, HANG, PROMPT, answer_json, head, stream, until
@@ -37,14 +36,14 @@ if TYPE_CHECKING:
 BOTH_LOOPS = True
 
 BUSY = answer_json({"error": "busy"}, status=503)
-TWICE = {"before a token": lambda: BUSY, "after two": lambda: cut(part([1, 2]))}
+TWICE = {"before a token": lambda: BUSY, "after two": lambda: broken_off(part([1, 2]))}
 AGAIN: dict[str, Any] = {"streamfold_tries": 5}
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of milliseconds."""
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
+    monkeypatch.setattr("streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=0.001))
 
 
 @pytest.fixture(autouse=True, params=HOSTS)
@@ -53,13 +52,13 @@ def host(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-async def test_a_stream_that_breaks_off_is_gone_on_with_and_written_once_for_each_request() -> None:
+async def test_a_stream_that_breaks_off_is_resumed_and_written_once_for_each_request() -> None:
     last = stream(part([3], prompt=5, finish="stop"), DONE)
-    async with Server(answers(BUSY, BUSY, cut(part([1, 2])), BUSY, last)) as server:
+    async with Server(answers(BUSY, BUSY, broken_off(part([1, 2])), BUSY, last)) as server:
         sample = Written(prompt="x", tokens=list(PROMPT))
         params = {"max_new_tokens": 8}
         await ask(streaming(server, **AGAIN), sample, params)
-        requests = [asked(request) for request in server.generates]
+        requests = [sent_request(request) for request in server.generates]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     assert sample.writes == 2, "those that brought something"
     assert [len(request.ids) for request in requests] == [3, 3, 3, 5, 5]
@@ -72,16 +71,16 @@ async def test_a_stream_that_breaks_off_is_gone_on_with_and_written_once_for_eac
 
 async def test_a_restart_goes_back_to_the_state_before_the_request() -> None:
     whole = stream(part([1, 2, 3], finish="stop"), DONE)
-    async with Server(answers(cut(part([1, 2])), whole)) as server:
+    async with Server(answers(broken_off(part([1, 2])), whole)) as server:
         sample = sample_of()
         await ask(streaming(server, streamfold_resume="restart", **AGAIN), sample, {"max_new_tokens": 8})
-        assert [asked(request).ids for request in server.generates] == [PROMPT, PROMPT]
+        assert [sent_request(request).ids for request in server.generates] == [PROMPT, PROMPT]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     assert sample.metadata["restarted_tokens"] == 2
 
 
-async def test_one_setting_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Server(cut(part([1, 2]))) as server:
+async def test_one_setting_leaves_resuming_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Server(broken_off(part([1, 2]))) as server:
         for settings, variable in (({"streamfold_resume": "raise"}, None), ({}, "raise")):
             if variable:
                 monkeypatch.setenv("STREAMFOLD_RESUME", variable)
@@ -94,9 +93,9 @@ async def test_one_setting_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch
             await ask(streaming(server, streamfold_resume="maybe"), sample_of())
 
 
-async def test_it_does_not_go_on_without_end() -> None:
+async def test_resumes_are_bounded() -> None:
     def one_more(request: Any) -> list[Step]:
-        return cut(event([9], 1, prompt_tokens=len(asked(request).ids)))
+        return broken_off(event([9], 1, prompt_tokens=len(sent_request(request).ids)))
 
     async with Server(one_more) as server:
         sample = sample_of()
@@ -107,8 +106,10 @@ async def test_it_does_not_go_on_without_end() -> None:
 
 
 @pytest.mark.parametrize("when", TWICE)
-async def test_no_try_starts_while_the_host_is_aborting(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0))
+async def test_no_try_starts_while_the_trainer_is_aborting(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    monkeypatch.setattr(
+        "streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0)
+    )
     async with Server(TWICE[when]()) as server:
         args = streaming(server, **AGAIN)
         state = GenerateState(args)
@@ -117,17 +118,17 @@ async def test_no_try_starts_while_the_host_is_aborting(monkeypatch: pytest.Monk
         await until(lambda: len(server.generates) == 1)
         await asyncio.sleep(0.05)  # it is in the pause by now
         state.aborted = True
-        await asking  # an abort is a result, whatever had gone wrong before
+        await asking  # an abort is a result, even after a failure
         assert len(server.generates) == 1
     assert sample.status is Status.ABORTED
     assert response_of(sample) == ([1, 2] if when == "after two" else [])
 
 
-async def test_a_request_that_reached_its_engine_after_the_hosts_sweep_does_not_hold_up_the_rollout(
+async def test_a_request_that_reached_its_engine_after_the_trainers_abort_does_not_block_the_rollout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vllm-project/vime#294: it was parked, and the host waited for it for ever."""
-    monkeypatch.setattr(hosts, "_GRACE_SECONDS", 0.1)
+    """vllm-project/vime#294: the request stayed in the queue, and the trainer waited for it without end."""
+    monkeypatch.setattr("streamfold.integrations.clients._GRACE_SECONDS", 0.1)
     parked: list[Step] = [head(), HANG]
     async with Server(parked) as server:
         args = streaming(server, streamfold_drain=0.0)

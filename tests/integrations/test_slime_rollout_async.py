@@ -1,4 +1,4 @@
-"""Fully asynchronous rollouts of the hosts by ours: groups stay in flight from one to the next, none out of sight."""
+"""Fully asynchronous rollouts (generate_rollout_async): groups stay in flight across rollouts, and none is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from streamfold import slime, vime
 from streamfold.errors import StreamfoldError
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from streamfold.loopback import Loopback
 from support.host import engine as engines
 from support.host import installed
@@ -26,7 +26,7 @@ from support.host.slime.rollout.base_types import RolloutFnEvalOutput, RolloutFn
 from support.host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from support.host.slime.rollout.sglang_rollout import GenerateState
 from support.host.slime.utils.types import Sample
-from support.host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
+from support.host_calls import HOSTS, Status, assert_undisturbed, entry_module, loopback_engine, streaming
 from support.paths import TESTS
 
 if TYPE_CHECKING:
@@ -44,24 +44,24 @@ def _nothing_left() -> Iterator[None]:
     slime.close_rollout()
     vime.close_rollout()
     assert not {thread for thread in set(threading.enumerate()) - threads if "streamfold" in thread.name}
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 @pytest.fixture(params=HOSTS)
 def host(_nothing_left: None, request: pytest.FixtureRequest) -> Iterator[None]:
     with installed(request.param):
         yield
-        adapter().close_rollout()
+        entry_module().close_rollout()
 
 
 def scripted(generate: Callable[..., Any], **settings: Any) -> SimpleNamespace:
-    """Arguments for a generator that asks no engine; one sample to a group, two groups to a rollout, four in flight."""
+    """Arguments for a generator without an engine; one sample per group, two groups per rollout, four in flight."""
     usual = {"n_samples_per_prompt": 1, "rollout_batch_size": 2, "streamfold_in_flight": 4, "partial_rollout": True}
     return nowhere(**{**usual, "custom_generate_function_path": generate, **settings})
 
 
 def given(args: SimpleNamespace, rollout_id: int, source: Any) -> list[list[Sample]]:
-    output = adapter().generate_rollout_async(args, rollout_id, source)
+    output = entry_module().generate_rollout_async(args, rollout_id, source)
     groups: list[list[Sample]] = output.samples if isinstance(output, RolloutFnTrainOutput) else output
     return groups
 
@@ -76,13 +76,13 @@ def soon(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("name", HOSTS)
 @newer_and_older
-@pytest.mark.parametrize("partial_rollout", [True, False], ids=["gone on with", "started again"])
-def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(
+@pytest.mark.parametrize("partial_rollout", [True, False], ids=["resumed", "restarted"])
+def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed(
     name: str, new: bool, partial_rollout: bool
 ) -> None:
     rewards = Rewards()
     box: dict[str, Any] = {"token_rate": 700, "stop_probability": 1 / 30, "seed": 3, "weight_version": "0"}
-    with installed(name, new=new), boxed(**box) as engine:
+    with installed(name, new=new), loopback_engine(**box) as engine:
         here = engines.current().name
         args = streaming(
             engine,
@@ -96,12 +96,12 @@ def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(
             save="unused",
         )
         state = GenerateState(args)
-        source = adapter().DataSource(args)
+        source = entry_module().DataSource(args)
         groups: list[list[Sample]] = []
         rollouts = itertools.count()
 
         def more() -> list[list[Sample]]:
-            output = adapter().generate_rollout_async(args, next(rollouts), source)
+            output = entry_module().generate_rollout_async(args, next(rollouts), source)
             assert isinstance(output, RolloutFnTrainOutput if new else list)
             return output.samples if isinstance(output, RolloutFnTrainOutput) else output
 
@@ -120,42 +120,42 @@ def test_groups_stay_in_flight_while_weights_change_and_end_as_if_undisturbed(
             if here == "vllm":  # there it is another endpoint that aborts
                 httpx.post(f"{engine.url}/abort_requests", json={}, trust_env=False).raise_for_status()
             httpx.post(f"{engine.url}/update_weight_version", json=body, trust_env=False).raise_for_status()
-        adapter().close_rollout()
+        entry_module().close_rollout()
         assert not state.aborted
         assert engine.stats().running == 0
         for sample, i in ((sample, i) for group in groups for i, sample in enumerate(group)):
             assert_undisturbed(engine, args, sample, {**state.sampling_params, "sampling_seed": args.rollout_seed + i})
-            assert sum(asked is sample for asked in rewards.asked) == 1
+            assert sum(call is sample for call in rewards.calls) == 1
         waiting = source.buffer.take(len(source.buffer))
         calls = max(len(sample.weight_versions) for group in groups + waiting for sample in group)
-        assert (calls > 1) == partial_rollout, "only what is gone on with has tokens of several calls"
+        assert (calls > 1) == partial_rollout, "only resumed samples have tokens of several calls"
         assert sorted(g[0].group_index for g in groups + waiting) == list(range(source.buffer.position))
         assert len(groups) == 3 * next(rollouts)
         assert len(waiting) > 0
 
 
-def test_finished_groups_wait_for_the_next_rollout_and_are_given_in_the_order_in_which_they_ended(host: None) -> None:
+def test_finished_groups_wait_for_the_next_rollout_and_keep_the_order_in_which_they_finished(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     first, second = given(args, 0, source), given(args, 1, source)
     assert [group[0].index for group in first + second] == [1, 2, 3, 4]
-    soon(lambda: len(generate.asked) > 7)
-    adapter().close_rollout()
+    soon(lambda: len(generate.calls) > 7)
+    entry_module().close_rollout()
     waiting = [group[0].index for group in source.buffer.take(len(source.buffer))]
     assert sorted(waiting) == [0, *range(5, source.buffer.position)]
 
 
 def test_metrics_are_those_since_the_last_rollout_with_slimes_own_beside_them(host: None) -> None:
     args = scripted(Scripted(), dynamic_sampling_filter_path=lambda args, group: Verdict(group[0].index))
-    source = adapter().DataSource(args)
-    told = [adapter().generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
-    assert [metrics["rollout/groups/done"] for metrics in told] == [2, 2]
-    assert sum(metrics["rollout/dynamic_filter/drop_odd"] for metrics in told) >= 3
+    source = entry_module().DataSource(args)
+    metrics = [entry_module().generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
+    assert [each["rollout/groups/done"] for each in metrics] == [2, 2]
+    assert sum(each["rollout/dynamic_filter/drop_odd"] for each in metrics) >= 3
 
 
 class Verdict:
-    """What a dynamic filter may say, in a class of its own; there is no batch here that could come out too small."""
+    """The result of a dynamic filter; here no batch could be too small."""
 
     reason = "odd"
     keep_when_insufficient = True
@@ -164,20 +164,20 @@ class Verdict:
         self.keep = index % 2 == 0
 
 
-def test_a_group_that_has_grown_too_old_starts_again(host: None) -> None:
+def test_a_group_that_is_too_stale_restarts(host: None) -> None:
     args = scripted(Scripted({0: [(1, "hang")]}), streamfold_max_staleness=1)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     seen = []
     for rollout_id in range(4):
         given(args, rollout_id, source)
-        adapter().close_rollout()
+        entry_module().close_rollout()
         source.add_samples(waiting := source.buffer.take(len(source.buffer)))
         (old,) = [sample for (sample,) in waiting if sample.index == 0]
         seen.append((old.response, old.metadata["start_rollout_id"]))
     assert seen == [("x", 0), ("xx", 0), ("x", 2), ("xx", 2)]
 
 
-def test_evaluation_goes_on_beside_what_is_in_flight_in_the_same_event_loop(host: None) -> None:
+def test_evaluation_runs_in_the_event_loop_of_the_groups_in_flight(host: None) -> None:
     loops: set[Any] = set()
     waiting = Waiting()
 
@@ -191,23 +191,23 @@ def test_evaluation_goes_on_beside_what_is_in_flight_in_the_same_event_loop(host
 
     generate.__dict__["abort_mode"] = "request"
     args = scripted(generate, eval_datasets=[("a", [Sample(prompt="a"), Sample(prompt="b")])])
-    source = adapter().DataSource(args)
-    before = adapter().generate_rollout_async(args, 0, source, evaluation=True)
+    source = entry_module().DataSource(args)
+    before = entry_module().generate_rollout_async(args, 0, source, evaluation=True)
     given(args, 0, source)
     soon(lambda: waiting.running == 1)
-    after = adapter().generate_rollout_async(args, 0, source, evaluation=True)
+    after = entry_module().generate_rollout_async(args, 0, source, evaluation=True)
     assert type(before) is type(after) is RolloutFnEvalOutput
     assert after.data["a"]["rewards"] == [1.0, 1.0]
     assert (waiting.running, waiting.cancels, len(loops)) == (1, 0, 1)
 
 
-def test_what_goes_wrong_is_raised_everything_goes_back_and_the_next_call_begins_anew(
+def test_after_an_error_everything_goes_back_and_the_next_call_starts_a_new_pool(
     host: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     generate = Scripted({index: [(1, OSError("tool")), (1, Status.COMPLETED)] for index in range(4)})
     args = scripted(generate, streamfold_max_failures=1)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     with pytest.raises(StreamfoldError, match="max_failures") as caught:
         given(args, 0, source)
     assert isinstance(caught.value.__cause__, OSError)
@@ -219,7 +219,7 @@ def test_what_goes_wrong_is_raised_everything_goes_back_and_the_next_call_begins
     assert [group[0].response for group in groups] == ["xx", "xx"]
 
 
-def test_a_source_that_ends_is_no_hang(host: None) -> None:
+def test_a_source_that_ends_does_not_hang(host: None) -> None:
     args = scripted(Scripted())
     args.rollout_global_dataset = False
     source = RolloutDataSourceWithBuffer(args)
@@ -229,7 +229,7 @@ def test_a_source_that_ends_is_no_hang(host: None) -> None:
 
 def test_with_another_data_source_everything_goes_back_to_the_first(host: None) -> None:
     args = scripted(Scripted({index: [(1, "hang")] for index in range(2, 99)}))
-    first, second = adapter().DataSource(args), adapter().DataSource(args)
+    first, second = entry_module().DataSource(args), entry_module().DataSource(args)
     given(args, 0, first)
     given(args, 0, second)
     assert first.buffer.in_flight == 0
@@ -237,7 +237,7 @@ def test_with_another_data_source_everything_goes_back_to_the_first(host: None) 
     assert second.buffer.in_flight == 4
 
 
-def test_a_save_looks_at_samples_where_they_are_written_and_a_load_waits_for_the_end(
+def test_a_save_reads_samples_in_the_thread_that_writes_them_and_a_load_is_refused_until_the_end(
     host: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
@@ -249,26 +249,26 @@ def test_a_save_looks_at_samples_where_they_are_written_and_a_load_waits_for_the
 
     monkeypatch.setattr(Sample, "to_dict", to_dict)
     args = scripted(Scripted({2: [(1, "hang"), (1, Status.COMPLETED)]}), save=str(tmp_path), load=str(tmp_path))
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     given(args, 0, source)
     source.save(0)
     assert threads == {"streamfold rollouts"}
     with pytest.raises(RuntimeError, match="close_rollout"):
         source.load(0)
-    adapter().close_rollout()
+    entry_module().close_rollout()
     source.load(0)
     waiting = source.buffer.take(len(source.buffer))
     assert sorted(group[0].index for group in waiting) == list(range(2, source.buffer.position))
     assert given(args, 1, source)
     threads.clear()
-    adapter().close_rollout()
+    entry_module().close_rollout()
     source.save(1)
     assert threads == {threading.current_thread().name}
 
 
 def test_groups_in_flight_do_not_wait_for_the_disk(host: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = scripted(Scripted({2: [(1, "hang"), (1, Status.COMPLETED)]}), save=str(tmp_path))
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     given(args, 0, source)
     slow: list[str] = []
     monkeypatch.setattr("os.fsync", lambda file: slow.append(threading.current_thread().name))
@@ -276,12 +276,12 @@ def test_groups_in_flight_do_not_wait_for_the_disk(host: None, tmp_path: Path, m
     assert set(slow) == {threading.current_thread().name}
 
 
-def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> None:
+def test_an_interrupted_wait_leaves_everything_in_flight(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate, streamfold_in_flight=1)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
 
-    def interrupt(*_told: Any) -> None:
+    def interrupt(*_args: Any) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR1, interrupt)
@@ -294,13 +294,13 @@ def test_a_wait_that_is_interrupted_leaves_everything_in_flight(host: None) -> N
         timer.join()
         signal.signal(signal.SIGUSR1, before)
     assert (generate.running, source.buffer.in_flight) == (1, 1)
-    adapter().close_rollout()
+    entry_module().close_rollout()
     assert [group[0].index for group in given(args, 0, source)] == [0, 1]
 
 
-def test_a_setting_that_makes_no_sense_is_told_and_nothing_is_begun(host: None) -> None:
+def test_an_invalid_setting_is_refused_and_nothing_is_started(host: None) -> None:
     args = scripted(Scripted(), streamfold_in_flight=0)
-    source = adapter().DataSource(args)
+    source = entry_module().DataSource(args)
     with pytest.raises(ValueError, match="in_flight"):
         given(args, 0, source)
     args.streamfold_in_flight = None
@@ -308,11 +308,11 @@ def test_a_setting_that_makes_no_sense_is_told_and_nothing_is_begun(host: None) 
 
 
 def test_closing_twice_or_without_a_rollout_does_nothing(host: None) -> None:
-    adapter().close_rollout()
+    entry_module().close_rollout()
     args = scripted(Scripted())
-    given(args, 0, adapter().DataSource(args))
-    adapter().close_rollout()
-    adapter().close_rollout()
+    given(args, 0, entry_module().DataSource(args))
+    entry_module().close_rollout()
+    entry_module().close_rollout()
 
 
 def test_a_process_that_ends_with_groups_in_flight_aborts_them_and_ends_at_once_and_silently() -> None:
@@ -337,7 +337,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("and_then", ["generates", "ends"])
-def test_a_process_that_is_forked_off_begins_anew_and_ends(and_then: str) -> None:
+def test_a_forked_process_starts_a_new_pool_and_ends(and_then: str) -> None:
     program = """
 import contextlib, os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -351,7 +351,7 @@ source = slime.DataSource(args)
 assert slime.generate_rollout_async(args, 0, source).samples
 child = os.fork()
 if not child:
-    signal.alarm(60)  # nobody else would end it
+    signal.alarm(60)  # nothing else would end it
     try:
         source.get_samples(1)
     except RuntimeError as error:

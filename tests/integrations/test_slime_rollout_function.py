@@ -1,4 +1,4 @@
-"""Whole rollouts of the hosts by ours: their generators, classes, settings and loops, in newer and older releases."""
+"""generate_rollout with the trainer's functions, classes, options and event loops, in newer and older releases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from streamfold import slime, vime
 from streamfold.errors import StreamfoldError
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from support.exactly import exactly
 from support.host import engine as engines
 from support.host import installed
@@ -24,7 +24,7 @@ from support.host.slime.rollout.sglang_rollout import GenerateState
 from support.host.slime.utils import http_utils, misc
 from support.host.slime.utils.misc import load_function
 from support.host.slime.utils.types import Sample
-from support.host_calls import HOSTS, Status, adapter, assert_undisturbed, boxed, streaming
+from support.host_calls import HOSTS, Status, assert_undisturbed, entry_module, loopback_engine, streaming
 from support.host_rolls import rolled, scripted
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def host(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def given(output: Any) -> list[list[Sample]]:
-    """The groups of a rollout, in whatever the release wants them."""
+    """The groups of a rollout, in the type that the release has for them."""
     groups: list[list[Sample]] = output.samples if isinstance(output, RolloutFnTrainOutput) else output
     return groups
 
 
 def ours(sample: Sample) -> Any:
-    """All of a sample that the rollout must not touch once it is finished; the mask is the host's to change."""
+    """All fields of a finished sample that the rollout must not change; the trainer may change the loss mask."""
     return exactly({name: value for name, value in copy.deepcopy(sample.to_dict()).items() if name != "loss_mask"})
 
 
@@ -60,13 +60,13 @@ def ours(sample: Sample) -> Any:
 @of_both
 @newer_and_older
 @pytest.mark.parametrize(("incremental", "masked"), [(True, False), (False, True)], ids=["incremental", "masked"])
-def test_groups_of_several_rollouts_end_as_if_undisturbed(
+def test_groups_of_several_rollouts_finish_as_if_undisturbed(
     name: str, new: bool, incremental: bool, masked: bool
 ) -> None:
-    """THUDM/slime#2272: the generator that is taken when none is named; in newer slime's loop, or in new ones."""
+    """THUDM/slime#2272: with the default generate function; in newer slime's event loop, or in new ones."""
     rewards = Rewards()
     options: dict[str, Any] = {"token_rate": 400, "stop_probability": 1 / 40, "seed": 3, "incremental": incremental}
-    with installed(name, new=new), boxed(replays=True, **options) as engine:
+    with installed(name, new=new), loopback_engine(replays=True, **options) as engine:
         args = streaming(
             engine,
             custom_generate_function_path=None,
@@ -86,7 +86,7 @@ def test_groups_of_several_rollouts_end_as_if_undisturbed(
         groups: list[list[Sample]] = []
         for rollout_id in range(4):
             finished = [(s, ours(s)) for group in source.buffer for s in group if s.status is not Status.ABORTED]
-            output = adapter().generate_rollout(args, rollout_id, source)
+            output = entry_module().generate_rollout(args, rollout_id, source)
             assert isinstance(output, RolloutFnTrainOutput if new else list)
             groups += (got := given(output))
             assert len(got) == 3
@@ -99,22 +99,22 @@ def test_groups_of_several_rollouts_end_as_if_undisturbed(
         assert any(0 in (s.loss_mask or []) for s in resumed) == masked
         for sample, i in ((sample, i) for group in groups for i, sample in enumerate(group)):
             assert_undisturbed(engine, args, sample, {**state.sampling_params, "sampling_seed": args.rollout_seed + i})
-            assert sum(asked is sample for asked in rewards.asked) == 1
+            assert sum(call is sample for call in rewards.calls) == 1
         assert len({group[0].group_index for group in groups}) == 12
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 @of_both
 @newer_and_older
-def test_without_partial_rollout_what_was_cut_is_not_put_back(name: str, new: bool) -> None:
+def test_without_partial_rollout_aborted_groups_are_not_returned(name: str, new: bool) -> None:
     """THUDM/slime#2092."""
-    with installed(name, new=new), boxed(token_rate=400, stop_probability=1 / 40, seed=3) as engine:
+    with installed(name, new=new), loopback_engine(token_rate=400, stop_probability=1 / 40, seed=3) as engine:
         args = streaming(
             engine, custom_generate_function_path=None, over_sampling_batch_size=6, rollout_max_response_len=100
         )
         source = RolloutDataSourceWithBuffer(args)
         for rollout_id in range(3):
-            for group in given(adapter().generate_rollout(args, rollout_id, source)):
+            for group in given(entry_module().generate_rollout(args, rollout_id, source)):
                 assert all(sample.status in {Status.COMPLETED, Status.TRUNCATED} for sample in group)
                 assert all(len(sample.weight_versions) == 1 for sample in group)
             assert all(s.status is not Status.ABORTED for group in source.buffer for s in group)
@@ -122,17 +122,17 @@ def test_without_partial_rollout_what_was_cut_is_not_put_back(name: str, new: bo
 
 @of_both
 @newer_and_older
-def test_the_hosts_evaluation_generates_through_ours_unless_another_is_named(name: str, new: bool) -> None:
+def test_the_trainers_evaluation_generates_through_ours_unless_another_is_named(name: str, new: bool) -> None:
     async def generate(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
         assert evaluation
         append(sample, args, [7], text="x")
         sample.status = Status.TRUNCATED
         return sample
 
-    with installed(name, new=new), boxed(stop_probability=0) as engine:
+    with installed(name, new=new), loopback_engine(stop_probability=0) as engine:
         sets = [("a", [Sample(prompt=" the story"), Sample(prompt="no engine", generate_function_path=generate)])]
         args = streaming(engine, custom_generate_function_path=None, rollout_max_response_len=4, eval_datasets=sets)
-        output = adapter().generate_rollout(args, 0, None, evaluation=True)
+        output = entry_module().generate_rollout(args, 0, None, evaluation=True)
         (request,) = engine.seen()
         assert args.custom_generate_function_path is None
         assert GenerateState(args).args is args
@@ -146,9 +146,9 @@ def test_the_hosts_evaluation_generates_through_ours_unless_another_is_named(nam
 @pytest.mark.parametrize(
     ("partial_rollout", "masked"),
     [(True, False), (True, True), (False, False)],
-    ids=["gone on with", "masked", "started again"],
+    ids=["resumed", "masked", "restarted"],
 )
-def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollout: bool, masked: bool) -> None:
+def test_a_sample_that_the_engine_aborted_is_retried(host: None, partial_rollout: bool, masked: bool) -> None:
     """vllm-project/vllm#57082: engines do so before they take new weights. One reward, on the whole response."""
     rewards = Rewards()
 
@@ -159,13 +159,13 @@ def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollo
             await http_utils.post(engine.url + path, body)
 
         disturbs = None if "resumed" in sample.metadata else asyncio.ensure_future(disturb())
-        sample = await adapter().generate_streaming(args, sample, sampling_params)
+        sample = await entry_module().generate_streaming(args, sample, sampling_params)
         if disturbs is not None:
             await disturbs
         return sample
 
     generate.__dict__["abort_mode"] = "request"
-    with boxed(token_rate=300, stop_probability=0) as engine:
+    with loopback_engine(token_rate=300, stop_probability=0) as engine:
         args = streaming(
             engine,
             custom_generate_function_path=generate,
@@ -180,7 +180,7 @@ def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollo
         )
         ((sample,),), metrics = rolled(args)
         assert_undisturbed(engine, args, sample, GenerateState(args).sampling_params)
-    assert rewards.asked == [sample]
+    assert rewards.calls == [sample]
     assert sample.metadata["resumed"] == metrics["rollout/resumes"] == 1
     assert metrics["rollout/groups/failed"] == 0
     lost = sample.metadata.get("restarted_tokens", 0)
@@ -193,18 +193,18 @@ def test_an_abort_that_nobody_here_asked_for_is_no_end(host: None, partial_rollo
 # Without one.
 
 
-def test_a_generator_that_never_gets_further_is_given_up(host: None) -> None:
+def test_a_generator_that_makes_no_progress_is_given_up(host: None) -> None:
     generate = Scripted({0: [(0, Status.ABORTED)]})
     args = scripted(generate, streamfold_group_tries=1, streamfold_tries=2)
     groups, metrics = rolled(args)
     assert [group[0].index for group in groups] == [1]
-    assert generate.asked == [0, 0, 1]
+    assert generate.calls == [0, 0, 1]
     assert metrics["rollout/groups/dropped/failed"] == 1
 
 
 @newer_and_older
 @pytest.mark.parametrize("mode", ["request", "server"])
-def test_the_hosts_state_says_aborted_from_the_first_cut_to_the_end_of_the_rollout(
+def test_the_trainers_state_says_aborted_from_the_first_abort_to_the_end_of_the_rollout(
     new: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -238,7 +238,7 @@ def test_the_hosts_state_says_aborted_from_the_first_cut_to_the_end_of_the_rollo
             seen.append(GenerateState(args).aborted)
 
         args.rollout_sample_filter_path = look
-        adapter().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        entry_module().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert seen == [False, False, True, True]
         assert not GenerateState(args).aborted
 
@@ -253,7 +253,7 @@ def test_servers_are_aborted_only_for_those_generators_that_need_it(host: None) 
         return sample
 
     for needed in (False, True):
-        with boxed(token_rate=200, stop_probability=0) as engine:
+        with loopback_engine(token_rate=200, stop_probability=0) as engine:
             other = "support.host.slime.rollout.sglang_rollout.generate" if needed else None
             paths = [generate, waiting, other]
             args = streaming(
@@ -276,21 +276,21 @@ def test_servers_are_aborted_only_for_those_generators_that_need_it(host: None) 
         waiting.running = 0
 
 
-def test_evaluation_is_told_to_a_generator_that_asks_and_parameters_are_its_own(host: None) -> None:
-    told: list[Any] = []
+def test_evaluation_is_passed_to_a_generator_that_takes_it_with_a_copy_of_the_parameters(host: None) -> None:
+    received: list[Any] = []
     generate = Scripted({0: [(1, Status.ABORTED), (1, Status.COMPLETED)]})
 
     async def asks(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = True) -> Sample:
-        told.append((evaluation, sampling_params["max_new_tokens"]))
+        received.append((evaluation, sampling_params["max_new_tokens"]))
         return await generate(args, sample, sampling_params)
 
     args = scripted(asks, n_samples_per_prompt=3)
     rolled(args)
-    assert told == [(False, 32)] * 4
+    assert received == [(False, 32)] * 4
     assert GenerateState(args).sampling_params["max_new_tokens"] == 32
 
 
-def test_samples_are_balanced_over_the_hosts_ranks(host: None) -> None:
+def test_samples_are_balanced_over_the_trainers_ranks(host: None) -> None:
     ranks: list[int] = []
 
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
@@ -306,9 +306,9 @@ def test_samples_are_balanced_over_the_hosts_ranks(host: None) -> None:
     assert GenerateState(args).dp_counts == [0, 0]
 
 
-@pytest.mark.parametrize("told_by", ["newer", "older"])
-def test_as_many_samples_are_in_flight_as_the_engines_of_the_host_take(
-    host: None, told_by: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("release", ["newer", "older"])
+def test_as_many_samples_are_in_flight_as_the_trainers_engines_take(
+    host: None, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = most = 0
 
@@ -320,12 +320,12 @@ def test_as_many_samples_are_in_flight_as_the_engines_of_the_host_take(
         running -= 1
         return await Scripted()(args, sample, sampling_params)
 
-    told: dict[str, Any] = {"rollout_num_engines": 3}
-    if told_by == "older":
+    engines_of: dict[str, Any] = {"rollout_num_engines": 3}
+    if release == "older":
         monkeypatch.delattr(http_utils, "get_rollout_num_engines")
-        told = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
-    told[f"{engines.current().name}_server_concurrency"] = 2
-    rolled(scripted(generate, n_samples_per_prompt=12, **told))
+        engines_of = {"rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
+    engines_of[f"{engines.current().name}_server_concurrency"] = 2
+    rolled(scripted(generate, n_samples_per_prompt=12, **engines_of))
     assert most == 6
 
 
@@ -338,7 +338,7 @@ def test_what_a_release_may_not_have_is_not_needed(host: None, monkeypatch: pyte
     state = SimpleNamespace(tokenizer=None, processor=None, sampling_params={"max_new_tokens": 4}, aborted=False)
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     monkeypatch.delattr(misc, "load_function")
-    output = adapter().generate_rollout(args, 0, source)
+    output = entry_module().generate_rollout(args, 0, source)
     assert [[sample.response for sample in group] for group in output.samples] == [["xx"]]
     assert not state.aborted
 
@@ -352,7 +352,7 @@ async def two_tokens(args: Any, sample: Sample, sampling_params: Any) -> Sample:
 
 
 @pytest.mark.parametrize(("setting", "kept"), [(None, 1), ("false", 0), (False, 0), ("1", 1)])
-def test_finished_groups_beyond_the_batch_wait_unless_they_are_to_be_dropped(
+def test_finished_groups_beyond_the_batch_wait_unless_the_setting_drops_them(
     host: None, setting: Any, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = asyncio.Event()
@@ -374,9 +374,7 @@ def test_finished_groups_beyond_the_batch_wait_unless_they_are_to_be_dropped(
     assert len(source.buffer) == metrics["rollout/groups/kept"] == kept
 
 
-def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollout(
-    host: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_group_goes_back_and_too_many_end_the_rollout(host: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     failing = Scripted({0: [(1, OSError("tool")), (1, Status.COMPLETED)]})
     args = scripted(failing, partial_rollout=True, streamfold_max_failures=1)
@@ -387,7 +385,7 @@ def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollou
     assert "tool" in caplog.text
     args.custom_generate_function_path = Scripted({index: [(1, OSError("tool"))] for index in range(99)})
     with pytest.raises(StreamfoldError, match="max_failures") as caught:
-        adapter().generate_rollout(args, 2, source)
+        entry_module().generate_rollout(args, 2, source)
     assert isinstance(caught.value.__cause__, OSError)
     assert sorted(group[0].index or 0 for group in source.buffer) == [2, 3]
     assert not GenerateState(args).aborted
@@ -397,21 +395,21 @@ def test_a_generator_that_fails_gives_its_group_back_and_too_many_end_the_rollou
     ("name", "value"),
     [("max_staleness", "x"), ("max_failures", None), ("group_tries", 1.5), ("abort_seconds", "soon")],
 )
-def test_a_setting_that_makes_no_sense_is_refused_by_name(host: None, name: str, value: Any) -> None:
+def test_an_invalid_setting_is_refused_by_name(host: None, name: str, value: Any) -> None:
     args = scripted(Scripted(), **{f"streamfold_{name}": value})
     with pytest.raises(ValueError, match=name):
-        adapter().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        entry_module().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
 
 
 def test_everything_is_found_by_its_dotted_path(host: None) -> None:
     for name in ("generate_streaming", "generate_rollout", "generate_rollout_async", "DataSource", "close_rollout"):
-        assert load_function(f"{adapter().__name__}.{name}") is getattr(adapter(), name)
+        assert load_function(f"{entry_module().__name__}.{name}") is getattr(entry_module(), name)
     with pytest.raises(AttributeError, match="generate_nothing"):
-        load_function(f"{adapter().__name__}.generate_nothing")
+        load_function(f"{entry_module().__name__}.generate_nothing")
 
 
 @pytest.mark.parametrize("module", [slime, vime], ids=HOSTS)
-def test_without_the_host_only_its_data_source_is_missing(module: ModuleType) -> None:
+def test_without_the_trainer_only_its_data_source_is_missing(module: ModuleType) -> None:
     assert callable(module.generate_rollout)
     with pytest.raises(ModuleNotFoundError, match=module.__name__.rpartition(".")[2]):
         _ = module.DataSource

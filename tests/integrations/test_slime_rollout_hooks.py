@@ -1,4 +1,4 @@
-"""What the hosts' users hook into a rollout: filters, rewards, and functions that see samples, as ours calls them."""
+"""The trainer's filters, rewards and sample hooks, as our rollout functions call them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.host.slime.rollout.data_source import RolloutDataSourceWithBuffer
 from support.host.slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from support.host.slime.rollout.sglang_rollout import GenerateState
 from support.host.slime.utils.types import Sample
-from support.host_calls import HOSTS, Status, adapter
+from support.host_calls import HOSTS, Status, entry_module
 from support.host_rolls import rolled, scripted
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted_by_reason
     groups, metrics = rolled(args)
     assert [group[0].group_index for group in groups] == [0, 2]
     reason = getattr(verdict, "reason", None)
-    host_told = {name: value for name, value in metrics.items() if name.startswith("rollout/dynamic_filter/")}
-    assert host_told == ({"rollout/dynamic_filter/drop_odd": 1} if reason else {})
+    of_trainer = {name: value for name, value in metrics.items() if name.startswith("rollout/dynamic_filter/")}
+    assert of_trainer == ({"rollout/dynamic_filter/drop_odd": 1} if reason else {})
     assert metrics[f"rollout/groups/dropped/{reason or 'filter'}"] == 1
 
 
-def test_a_group_that_may_stay_is_kept_if_more_would_have_to_be_asked_for() -> None:
+def test_keep_when_insufficient_keeps_a_group_if_more_would_have_to_be_requested() -> None:
     """Of four groups in flight for two, the first two that are rejected go, the others stay."""
     generate = Scripted()
     args = scripted(generate, rollout_batch_size=2, over_sampling_batch_size=4)
@@ -57,10 +57,10 @@ def test_a_group_that_may_stay_is_kept_if_more_would_have_to_be_asked_for() -> N
     groups, metrics = rolled(args)
     assert [group[0].group_index for group in groups] == [2, 3]
     assert metrics["rollout/dynamic_filter/drop_flat"] == 2
-    assert sorted(generate.asked) == [0, 1, 2, 3]
+    assert sorted(generate.calls) == [0, 1, 2, 3]
 
 
-def test_the_samples_filter_sees_what_is_given_and_another_all_that_had_ended() -> None:
+def test_the_sample_filter_sees_the_batch_and_the_other_hook_every_finished_group() -> None:
     seen: list[Any] = []
     args = scripted(Scripted(), rollout_batch_size=2, over_sampling_batch_size=2)
     args.dynamic_sampling_filter_path = lambda args, group: group[0].group_index != 0
@@ -74,7 +74,7 @@ def test_the_samples_filter_sees_what_is_given_and_another_all_that_had_ended() 
     assert seen == [given, (sorted([0, *given]), source)]
 
 
-def test_what_a_filter_raises_ends_the_rollout_and_everything_goes_back() -> None:
+def test_an_error_of_a_filter_ends_the_rollout_and_everything_goes_back() -> None:
     args = scripted(Scripted(), partial_rollout=True)
 
     def breaks(args: Any, groups: Any) -> None:
@@ -83,7 +83,7 @@ def test_what_a_filter_raises_ends_the_rollout_and_everything_goes_back() -> Non
     args.rollout_sample_filter_path = breaks
     source = RolloutDataSourceWithBuffer(args)
     with pytest.raises(LookupError, match="broken"):
-        adapter().generate_rollout(args, 0, source)
+        entry_module().generate_rollout(args, 0, source)
     assert not GenerateState(args).aborted
     ((sample,),) = source.buffer
     args.rollout_sample_filter_path = None
@@ -94,14 +94,14 @@ def test_what_a_filter_raises_ends_the_rollout_and_everything_goes_back() -> Non
 
 
 def test_rewards_of_a_group_come_from_one_call() -> None:
-    asked: list[list[Sample]] = []
+    calls: list[list[Sample]] = []
 
     async def reward(args: Any, samples: list[Sample]) -> list[float]:
-        asked.append(samples)
+        calls.append(samples)
         return [float(sample.index or 0) for sample in samples]
 
     groups, metrics = rolled(scripted(Scripted(), n_samples_per_prompt=3, group_rm=True, custom_rm_path=reward))
-    assert asked == groups
+    assert calls == groups
     assert [sample.reward for sample in groups[0]] == [0.0, 1.0, 2.0]
     assert metrics["rollout/rewards"] == 3
 
@@ -115,33 +115,33 @@ def fanned(args: Any, sample: Sample, rewards: list[float | None]) -> list[Sampl
     return made
 
 
-def test_samples_that_one_generation_made_are_judged_in_one_call_those_without_a_reward() -> None:
-    asked: list[int] = []
+def test_samples_that_one_generate_call_made_are_judged_in_one_call() -> None:
+    calls: list[int] = []
 
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> list[Sample]:
         return fanned(args, sample, [None, 0.5, None])
 
     async def reward(args: Any, samples: list[Sample]) -> list[float]:
-        asked.append(len(samples))
+        calls.append(len(samples))
         return [float(10 + i) for i in range(len(samples))]
 
     (group,), metrics = rolled(scripted(generate, n_samples_per_prompt=2, custom_rm_path=reward))
     assert [[sample.reward for sample in made] for made in group] == [[10.0, 0.5, 11.0]] * 2
-    assert asked == [2, 2]
+    assert calls == [2, 2]
     assert metrics["rollout/rewards"] == 4
 
 
-def test_a_call_for_rewards_that_fails_or_is_short_is_made_again_for_all_of_them() -> None:
+def test_a_reward_call_that_fails_or_is_short_is_retried_for_all_of_them() -> None:
     answers: list[Any] = [OSError("no reward"), [1.0], [1.0, 2.0]]
     generated: list[int | None] = []
-    asked: list[list[int | None]] = []
+    calls: list[list[int | None]] = []
 
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> list[Sample]:
         generated.append(sample.index)
         return fanned(args, sample, [0.0] if sample.index else [None, None])
 
     async def reward(args: Any, samples: list[Sample]) -> Any:
-        asked.append([sample.index for sample in samples])
+        calls.append([sample.index for sample in samples])
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -150,13 +150,13 @@ def test_a_call_for_rewards_that_fails_or_is_short_is_made_again_for_all_of_them
     args = scripted(generate, custom_rm_path=reward, partial_rollout=True, streamfold_group_tries=9)
     source = RolloutDataSourceWithBuffer(args)
     given: Any = [rolled(args, source)[0] for _ in range(3)]
-    assert asked == [[0, 0]] * 3
+    assert calls == [[0, 0]] * 3
     assert [group[0][0].index for (group,) in given] == [1, 2, 0]
     assert [sample.reward for sample in given[2][0][0]] == [1.0, 2.0]
     assert generated == [0, 1, 2], "what a reward failed for is not generated again"
 
 
-def test_hooks_see_each_sample_once_at_its_end_and_may_replace_it() -> None:
+def test_hooks_see_each_sample_once_when_it_is_finished_and_may_replace_it() -> None:
     seen: list[tuple[int | None, str, bool]] = []
 
     def look(args: Any, sample: Sample, evaluation: bool) -> None:
@@ -181,7 +181,7 @@ def test_hooks_see_each_sample_once_at_its_end_and_may_replace_it() -> None:
     assert seen[:2] == [(0, "COMPLETED", False), (1, "TRUNCATED", False)]
 
 
-def test_a_hook_sees_a_sample_too_that_came_to_its_end_as_it_was_cut() -> None:
+def test_a_hook_also_sees_a_sample_that_finished_during_its_abort() -> None:
     at_work = asyncio.Event()
 
     async def faster_than_its_abort(args: Any, sample: Sample, sampling_params: Any) -> Sample:
@@ -207,7 +207,7 @@ def test_a_hook_sees_a_sample_too_that_came_to_its_end_as_it_was_cut() -> None:
     assert hooked.count(1) == 1
 
 
-def test_a_hook_that_an_abort_finds_at_work_comes_to_its_end() -> None:
+def test_a_hook_that_runs_during_an_abort_finishes() -> None:
     hooked: list[int | None] = []
     at_work = asyncio.Event()
 

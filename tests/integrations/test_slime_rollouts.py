@@ -1,4 +1,4 @@
-"""Whole rollouts of the host with the slime adapter: groups cut, put back, gone on with; and nothing left over."""
+"""slime's own rollouts with our generate function: groups are aborted, returned and resumed, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from conftest import LOOPS
 from streamfold import Client, slime
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from streamfold.loopback import Loopback
 from support.host import installed
 from support.host.helpers import LIMIT, Rewards
@@ -38,7 +38,9 @@ WORDS = ("the", "of", "and", "to", "in", "is", "that")
     ("incremental", "masked"), [(True, False), (False, True)], ids=["incremental", "cumulative and masked"]
 )
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
-def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, incremental: bool, masked: bool) -> None:
+def test_groups_that_are_aborted_and_resumed_finish_as_if_undisturbed(
+    new: bool, incremental: bool, masked: bool
+) -> None:
     """THUDM/slime#2272, radixark/miles#2589. Each rollout in an event loop of its own."""
     rewards = Rewards()
     options: dict[str, Any] = {"token_rate": 400, "stop_probability": 1 / 40, "seed": 3, "incremental": incremental}
@@ -66,7 +68,7 @@ def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, i
             groups += (got := generate_rollout(args, rollout_id, source))
             assert len(got) == 3
             assert [field for s in finished for field in without_mask(s)] == [
-                field for told in before for field in without_mask_of(told)
+                field for fields in before for field in without_mask_of(fields)
             ], "siblings that had finished come back as they were"
             resumed += sum("start_rollout_id" in s.metadata for group in got for s in group)
             for group in source.buffer:
@@ -75,13 +77,13 @@ def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(new: bool, i
         for sample, i in ((sample, i) for group in groups for i, sample in enumerate(group)):
             params = {**state.sampling_params, "sampling_seed": args.rollout_seed + i}
             assert_undisturbed(engine, args, sample, params)
-            assert sum(asked is sample for asked in rewards.asked) == 1
+            assert sum(call is sample for call in rewards.calls) == 1
             mask = sample.loss_mask or []
             assert mask == sorted(mask), "what an earlier rollout gave stands first"
             assert masked or 0 not in mask
     assert resumed
     assert mixed
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
 def without_mask(sample: Sample) -> list[tuple[str, Any]]:
@@ -89,14 +91,14 @@ def without_mask(sample: Sample) -> list[tuple[str, Any]]:
 
 
 def without_mask_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The fields that can be compared; the mask is the host's to change."""
+    """The fields that can be compared; the trainer may change the loss mask."""
     plain = ("tokens", "response", "response_length", "rollout_log_probs", "status", "reward", "weight_versions")
     return [(name, fields[name]) for name in plain]
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
-async def test_a_group_of_all_kinds_goes_back_as_one_and_only_what_is_open_is_asked_again(new: bool) -> None:
-    """THUDM/slime#200: complete, truncated, cut after one token, cut before the first."""
+async def test_a_mixed_group_goes_back_as_one_and_only_its_unfinished_samples_are_resumed(new: bool) -> None:
+    """THUDM/slime#200: complete, truncated, aborted after one token, aborted before the first."""
     gate = asyncio.Event()
     script: dict[int, list[Any]] = {
         10: stream(event([1, 2], 2, "stop", prompt_tokens=1), DONE),
@@ -133,7 +135,7 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_only_what_is_open_is_as
             state = GenerateState(args)
             group = [Sample(prompt="x", tokens=[10 + i]) for i in range(4)]
             state.submit_generate_tasks([group])
-            await until(lambda: len(server.generates) == 4 and len(rewards.asked) == 2 and arrived() == 1)
+            await until(lambda: len(server.generates) == 4 and len(rewards.calls) == 2 and arrived() == 1)
             (back,) = await asyncio.wait_for(abort(args, 5), LIMIT)
             state.reset()
             gate.set()
@@ -141,7 +143,7 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_only_what_is_open_is_as
             assert [s.tokens for s in back] == [[10, 1, 2], [11, 3, 4], [12, 5], [13]]
             assert [s.metadata.get("start_rollout_id") for s in back] == [5, 5, 5, None]
             finished = [snapshot(sample) for sample in back[:2]]
-            asked = len(server.generates)
+            before = len(server.generates)
             state.submit_generate_tasks([back])
             (task,) = state.pendings
             again = await asyncio.wait_for(task, LIMIT)
@@ -149,12 +151,12 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_only_what_is_open_is_as
             assert [s.tokens for s in again[2:]] == [[12, 5, 7], [13, 7]]
             assert [s.rollout_log_probs for s in again[2:]] == [[-5 / 8, -7 / 8], [-7 / 8]]
             assert [s.status for s in again[2:]] == [Status.COMPLETED] * 2
-            assert len(server.generates) == asked + 2
-            assert sorted(sum(a is s for a in rewards.asked) for s in again) == [1, 1, 1, 1]
+            assert len(server.generates) == before + 2
+            assert sorted(sum(a is s for a in rewards.calls) for s in again) == [1, 1, 1, 1]
 
 
-async def test_without_partial_rollouts_a_sample_that_starts_again_starts_clean() -> None:
-    """THUDM/slime#2092: nothing of the first try is left in what the host takes back to its beginning."""
+async def test_without_partial_rollouts_a_restarted_sample_is_clean() -> None:
+    """THUDM/slime#2092: a restarted sample keeps nothing of its first response."""
     with installed(), Loopback(token_rate=400, stop_probability=0) as engine:
         args = streaming(engine, rollout_max_response_len=40, rollout_batch_size=1, n_samples_per_prompt=1)
         args.over_sampling_batch_size = 4
@@ -168,7 +170,7 @@ async def test_without_partial_rollouts_a_sample_that_starts_again_starts_clean(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> None:
+def test_each_event_loop_has_its_own_clients_which_close_with_it(loop: str) -> None:
     clients: list[Client] = []
     with installed(), Loopback(stop_probability=0) as engine:
 
@@ -177,9 +179,9 @@ def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> 
             samples = [Sample(prompt=" the story") for _ in range(4)]
             await asyncio.gather(*(generate_and_rm(args, sample, {"max_new_tokens": 3}) for sample in samples))
             await generate_and_rm(streaming(engine, streamfold_drain=1), Sample(prompt="x"), {"max_new_tokens": 3})
-            seats = hosts._seats[asyncio.get_running_loop()].values()
-            assert len(seats) == 2, "one for each router and its settings"
-            clients[:] = [seat.client for seat in seats]
+            handles = _handles[asyncio.get_running_loop()].values()
+            assert len(handles) == 2, "one for each router and its settings"
+            clients[:] = [handle.client for handle in handles]
             assert all(client._session is not None for client in clients)
             GenerateState(args).reset()
 
@@ -187,7 +189,7 @@ def test_each_event_loop_has_clients_of_its_own_which_end_with_it(loop: str) -> 
         before = settled_files()
         for _ in range(3):
             run(loop, use())
-            assert hosts._seats == {}
+            assert _handles == {}
             assert all(client._session is None for client in clients), "they were closed"
         assert settled_files() <= before
         assert engine.stats().running == 0
@@ -204,7 +206,7 @@ def settled_files() -> int:
     return count
 
 
-def test_a_loop_that_ends_under_a_call_leaves_its_prefix_in_the_sample() -> None:
+def test_a_loop_that_ends_during_a_call_leaves_its_prefix_in_the_sample() -> None:
     """jd/tenacity#529: the end of a loop cancels every task, that of the request too."""
     sample = Sample(prompt="x")
 
@@ -221,10 +223,10 @@ def test_a_loop_that_ends_under_a_call_leaves_its_prefix_in_the_sample() -> None
     assert sample.status is Status.ABORTED
     assert sample.response_length > 3
     assert response_of(sample) == wanted.token_ids
-    assert hosts._seats == {}
+    assert _handles == {}
 
 
-def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None:
+def test_a_loop_that_was_closed_abruptly_is_forgotten_by_the_next() -> None:
     with installed(), Loopback(stop_probability=0) as engine:
 
         async def use() -> None:
@@ -235,9 +237,9 @@ def test_a_loop_that_is_closed_without_a_word_is_forgotten_by_the_next() -> None
         rude = asyncio.new_event_loop()
         rude.run_until_complete(use())
         rude.close()
-        assert list(hosts._seats) == [rude]
+        assert list(_handles) == [rude]
         asyncio.run(use())
-        assert hosts._seats == {}
+        assert _handles == {}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -269,7 +271,7 @@ def test_aborts_at_any_moment_lose_and_double_nothing(new: bool, loop: str, soak
             await asyncio.wait_for(asyncio.gather(*(generate_and_rm(args, s, params) for s in every)), LIMIT)
             for sample in every:
                 assert_undisturbed(engine, args, sample, params)
-                assert sum(asked is sample for asked in rewards.asked) == 1
+                assert sum(call is sample for call in rewards.calls) == 1
                 assert "lost_side_data" not in sample.metadata
             await until(lambda: len(asyncio.all_tasks()) == tasks)
             await until(lambda: engine.stats().running == 0)

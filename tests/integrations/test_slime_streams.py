@@ -1,4 +1,4 @@
-"""However an engine writes its stream, the slime adapter makes the same sample of it."""
+"""The sample is the same for every mode, chunking and side data of an engine's stream."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def host() -> Iterator[None]:
 
 
 def served(reply: Reply, *, incremental: bool, interval: int) -> list[Any]:
-    """The steps of a whole reply that is written every so many tokens."""
+    """The steps of a whole reply that has an event every ``interval`` tokens."""
     cuts = range(interval, len(reply.token_ids), interval)
     return stream(*written(reply, SglangFormat(incremental=incremental), cuts))
 
@@ -64,8 +64,8 @@ async def test_the_sample_is_the_same_in_every_mode_at_every_interval(
 ) -> None:
     config = Config(stop_probability=0)
     params = {"max_new_tokens": 150, **TOP_P}
-    asked = {"return_logprob": True, "return_routed_experts": True, "return_sampling_mask": True}
-    wanted = undisturbed(config, PROMPT, params, **asked)
+    options = {"return_logprob": True, "return_routed_experts": True, "return_sampling_mask": True}
+    wanted = undisturbed(config, PROMPT, params, **options)
     assert wanted.top_p == wanted.sampling_mask
     reply = replace(wanted, top_p=None) if per_chunk else replace(wanted, sampling_mask=None, sampling_logprobs=None)
     async with Replay(served(reply, incremental=MODES[mode], interval=interval)) as server:
@@ -112,7 +112,7 @@ async def test_a_running_engine_gives_the_undisturbed_sample_in_one_call_and_in_
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_every_character_comes_through_however_packets_cut_it(mode: str) -> None:
+async def test_every_character_is_kept_wherever_packets_split_it(mode: str) -> None:
     pieces = ["é\u2028", "\u0085中文", "🙂", "\ufeff\n\ndata: [DONE]\n\n", '\\"\x00']
     ids = [201, 202, 203, 204, 205]
     logprobs: list[float | None] = [-0.5] * 5
@@ -127,7 +127,7 @@ async def test_every_character_comes_through_however_packets_cut_it(mode: str) -
 
 @pytest.mark.parametrize("skip", [True, False, None], ids=["skipped", "shown", "by default"])
 async def test_special_tokens_are_in_the_text_if_they_are_wanted(skip: bool | None) -> None:
-    """By the engine's word, and by ours where it has no tokenizer (sgl-project/sglang#7727)."""
+    """In the engine's text, and in ours if the engine has no tokenizer (sgl-project/sglang#7727)."""
     params: dict[str, Any] = {"max_new_tokens": 400}
     if skip is not None:
         params["skip_special_tokens"] = skip
@@ -159,7 +159,7 @@ async def test_where_text_is_missing_all_of_it_is_decoded(absent: Any, everywher
     assert decoded == [smile]
 
 
-async def test_where_nothing_came_nothing_is_decoded() -> None:
+async def test_without_tokens_nothing_is_decoded() -> None:
     async with Replay(stream(bodies.event([], 0, reason=bodies.finish()), DONE)) as server:
         args = streaming(server)
         sample = await ask(args, sample_of())
@@ -201,7 +201,7 @@ async def test_a_length_truncates_the_sample_in_a_later_call_too(resumed: bool) 
     assert aligned(sample)
 
 
-async def test_empty_events_on_the_way_change_nothing() -> None:
+async def test_empty_events_change_nothing() -> None:
     body = [event([], 0), event([1], 1), event([], 1), event([2], 2), event([], 2, "stop"), DONE, event([3], 3)]
     async with Replay(stream(*body)) as server:
         sample = await ask(streaming(server), sample_of())
@@ -212,13 +212,13 @@ async def test_empty_events_on_the_way_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kept"),
+    ("sent", "kept"),
     [(["3", "3", "4"], ["4"]), (["3", None, None], ["3"]), ([None] * 3, []), (["default"] * 3, ["default"])],
 )
-async def test_the_latest_version_of_a_call_is_kept_and_need_not_be_told(
-    told: list[str | None], kept: list[str]
+async def test_the_latest_weight_version_of_a_call_is_kept_and_may_be_missing(
+    sent: list[str | None], kept: list[str]
 ) -> None:
-    versions: list[dict[str, Any]] = [{} if version is None else {"weight_version": version} for version in told]
+    versions: list[dict[str, Any]] = [{} if version is None else {"weight_version": version} for version in sent]
     body = [event([i + 1], i + 1, "stop" if i == 2 else None, **version) for i, version in enumerate(versions)]
     async with Replay(stream(*body, DONE)) as server:
         sample = await ask(streaming(server), sample_of())
@@ -229,7 +229,7 @@ async def test_the_latest_version_of_a_call_is_kept_and_need_not_be_told(
 
 
 @pytest.mark.parametrize("rows", [7, 3], ids=["of the whole sequence", "of the new tokens only"])
-async def test_experts_of_a_resumed_call_stand_for_the_whole_sequence_or_are_refused(rows: int) -> None:
+async def test_experts_of_a_resumed_call_cover_the_whole_sequence_or_are_refused(rows: int) -> None:
     experts = base64.b64encode(np.arange(rows, dtype="<i4").tobytes()).decode()
     body = event([1, 2, 3], 3, "stop", prompt_tokens=5, routed_experts=experts)
     sample = partial(8, 9)
@@ -249,7 +249,7 @@ async def test_experts_of_a_resumed_call_stand_for_the_whole_sequence_or_are_ref
         assert (sample.status, response_of(sample)) == (Status.ABORTED, [8, 9])
 
 
-async def test_a_stream_need_not_end_well_once_its_finish_reason_is_there() -> None:
+async def test_after_the_finish_reason_the_stream_may_break_off() -> None:
     async with Replay([head(), *map(chunk, events(3)), 0.01, "RST"]) as server:
         sample = await ask(streaming(server), sample_of())
     assert (sample.status, response_of(sample)) == (Status.COMPLETED, [1, 2, 3])

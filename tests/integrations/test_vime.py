@@ -1,4 +1,4 @@
-"""What vime's adapter does otherwise than slime's: what it asks vLLM for, and what it makes of the answers."""
+"""How vime's integration differs from slime's: its requests to vLLM, and how it reads the responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from streamfold import DecodeError, EngineError, Retries, StreamTruncated, slime, vime
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import client_handle
+from streamfold.integrations.settings import Settings
 from support import bodies_vllm
 from support.bodies import LEFT_OUT
 from support.completing import answers
@@ -30,16 +31,16 @@ from support.host_calls import (
     aligned,
     arrived,
     ask,
-    asked,
     assert_undisturbed,
-    boxed,
-    cut,
+    broken_off,
     event,
     events,
+    loopback_engine,
     part,
     partial,
     response_of,
     sample_of,
+    sent_request,
     streaming,
     whole,
 )
@@ -74,20 +75,20 @@ def npy(array: np.ndarray[Any, Any]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-class Told(Sample):
-    """A sample that keeps the metadata that it was told, call by call."""
+class MetaKept(Sample):
+    """A sample that keeps the ``meta_info`` of each call."""
 
     def append_response_tokens(self, *args: Any, **given: Any) -> None:
-        vars(self).setdefault("told", []).append(given["meta_info"])
+        vars(self).setdefault("metas", []).append(given["meta_info"])
         super().append_response_tokens(*args, **given)
 
 
-async def told_of(*payloads: bytes, **settings: Any) -> dict[str, Any]:
-    """What the host is told of a call."""
-    sample = Told(prompt="x", tokens=list(PROMPT))
+async def meta_of(*payloads: bytes, **settings: Any) -> dict[str, Any]:
+    """The ``meta_info`` that the sample gets of a call."""
+    sample = MetaKept(prompt="x", tokens=list(PROMPT))
     async with Server(stream(*payloads, DONE)) as server:
         await ask(streaming(server, **settings), sample)
-    (meta,) = vars(sample)["told"]
+    (meta,) = vars(sample)["metas"]
     assert isinstance(meta, dict)
     return meta
 
@@ -95,8 +96,8 @@ async def told_of(*payloads: bytes, **settings: Any) -> dict[str, Any]:
 # Requests.
 
 
-async def test_a_first_call_asks_with_everything_that_is_set_under_vllms_names() -> None:
-    with boxed(replays=True, stop_probability=0) as engine:
+async def test_a_first_request_has_every_option_under_vllms_names() -> None:
+    with loopback_engine(replays=True, stop_probability=0) as engine:
         args = streaming(engine, use_rollout_routing_replay=True, router_policy="consistent_hash", **TOP_P)
         params = {**GenerateState(args).sampling_params, "max_new_tokens": 8, "seed": 7, "stop": ["no such"]}
         sample = await ask(args, Sample(prompt=TEXT, session_id="mine"), params)
@@ -131,11 +132,17 @@ async def test_a_first_call_asks_with_everything_that_is_set_under_vllms_names()
     assert sample.rollout_routed_experts is not None
 
 
-async def test_slimes_own_parameters_and_our_loops_seed_are_sent_as_vllm_has_them() -> None:
+async def test_slimes_parameters_and_our_seed_are_sent_under_vllms_names() -> None:
     async with Server(whole()) as server:
         params = {**PARAMS, "custom_params": {"return_top_p_token_ids": False}, "sampling_seed": 3, "top_k": -1}
         await ask(streaming(server), sample_of(), params)
-        assert asked(server.generates[0]).params == {"n": 1, "max_tokens": 64, "seed": 3, "top_k": -1, "logprobs": 1}
+        assert sent_request(server.generates[0]).params == {
+            "n": 1,
+            "max_tokens": 64,
+            "seed": 3,
+            "top_k": -1,
+            "logprobs": 1,
+        }
 
 
 async def test_a_model_with_a_router_of_its_own_is_known_there_by_another_name() -> None:
@@ -159,7 +166,7 @@ async def test_samples_of_a_vime_that_is_too_old_are_refused() -> None:
 @pytest.mark.parametrize("version", ["0.22.0", "0.28.0", "0.32.0", "rust"])
 async def test_every_release_gives_the_undisturbed_sample_in_one_call_and_in_two(version: str, interval: int) -> None:
     wire: dict[str, Any] = {"frontend": "rust"} if version == "rust" else {"version": version}
-    with boxed(stop_probability=0, stream_interval=interval, shuffle_keys=1, **wire) as engine:
+    with loopback_engine(stop_probability=0, stream_interval=interval, shuffle_keys=1, **wire) as engine:
         args = streaming(engine)
         params = {"max_new_tokens": 60}
         assert_undisturbed(engine, args, await ask(args, Sample(prompt=TEXT), params), params)
@@ -176,9 +183,9 @@ async def test_every_release_gives_the_undisturbed_sample_in_one_call_and_in_two
 
 
 @pytest.mark.parametrize("skip", [True, False, None], ids=["skipped", "shown", "by default"])
-async def test_what_a_call_brought_is_decoded_once_and_all_at_once(skip: bool | None) -> None:
+async def test_the_ids_of_a_call_are_decoded_once_and_all_at_once(skip: bool | None) -> None:
     params = {"max_new_tokens": 400} if skip is None else {"max_new_tokens": 400, "skip_special_tokens": skip}
-    with boxed(stop_probability=0) as engine:
+    with loopback_engine(stop_probability=0) as engine:
         args = streaming(engine)
         sample = await ask(args, Sample(prompt=TEXT), params)
         decoded = GenerateState(args).tokenizer.decoded
@@ -187,14 +194,16 @@ async def test_what_a_call_brought_is_decoded_once_and_all_at_once(skip: bool | 
     assert ("<|" in sample.response) == (skip is False)
 
 
-async def test_a_character_that_a_cut_went_through_is_whole_in_the_end() -> None:
+async def test_a_character_split_between_two_calls_is_whole_in_the_end() -> None:
     smile = list("🙂".encode())
-    async with Server(answers(cut(part(smile[:2])), stream(part(smile[2:], prompt=5, finish="stop"), DONE))) as server:
+    async with Server(
+        answers(broken_off(part(smile[:2])), stream(part(smile[2:], prompt=5, finish="stop"), DONE))
+    ) as server:
         sample = await ask(streaming(server, streamfold_tries=3), sample_of())
     assert (sample.response, sample.status) == ("🙂", Status.COMPLETED)
 
 
-# What the host is told.
+# The metadata of a call.
 
 
 @pytest.mark.parametrize(
@@ -207,24 +216,24 @@ async def test_a_character_that_a_cut_went_through_is_whole_in_the_end() -> None
         ("cancelled", Status.ABORTED, "abort"),
     ],
 )
-async def test_finish_reasons_are_told_as_the_host_knows_them(reason: str, status: Status, kind: str) -> None:
-    sample = Told(prompt="x", tokens=list(PROMPT))
+async def test_finish_reasons_have_the_trainers_names(reason: str, status: Status, kind: str) -> None:
+    sample = MetaKept(prompt="x", tokens=list(PROMPT))
     async with Server(stream(last([1, 2], reason), DONE)) as server:
         await ask(streaming(server), sample)
     assert sample.status is status
-    assert vars(sample)["told"][0]["finish_reason"] == {"type": kind}
+    assert vars(sample)["metas"][0]["finish_reason"] == {"type": kind}
     assert response_of(sample) == [1, 2]
 
 
-async def test_counts_come_from_the_usage_and_what_was_not_told_is_left_out() -> None:
-    meta = await told_of(last([1, 2]), bodies_vllm.usage_event(2, cached=2))
+async def test_counts_come_from_the_usage_and_missing_ones_are_left_out() -> None:
+    meta = await meta_of(last([1, 2]), bodies_vllm.usage_event(2, cached=2))
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 2, 2)
     assert meta.keys() == {"prompt_tokens", "completion_tokens", "cached_tokens", "finish_reason"}
-    assert "cached_tokens" not in await told_of(last([1, 2]))
+    assert "cached_tokens" not in await meta_of(last([1, 2]))
 
 
 @pytest.mark.parametrize(
-    ("told", "version"),
+    ("top", "version"),
     [
         ({"top": {"weight_version": "7"}}, "7"),
         ({"weight_versions": [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]}, "b"),
@@ -232,8 +241,8 @@ async def test_counts_come_from_the_usage_and_what_was_not_told_is_left_out() ->
     ],
     ids=["one for all", "spans", "none"],
 )
-async def test_the_weight_version_is_the_last_tokens(told: dict[str, Any], version: str | None) -> None:
-    assert (await told_of(last([1, 2], **told))).get("weight_version") == version
+async def test_the_weight_version_is_the_last_tokens(top: dict[str, Any], version: str | None) -> None:
+    assert (await meta_of(last([1, 2], **top))).get("weight_version") == version
 
 
 SPECULATION = {"num_accepted_draft_tokens": 5, "num_draft_tokens": 9, "num_spec_steps": 3}
@@ -247,9 +256,9 @@ SPECULATION = {"num_accepted_draft_tokens": 5, "num_draft_tokens": 9, "num_spec_
     ],
     ids=["vLLM's", "of the patched image"],
 )
-async def test_counts_of_speculative_decoding_are_told_under_the_hosts_names(top: dict[str, Any]) -> None:
+async def test_counts_of_speculative_decoding_have_the_trainers_names(top: dict[str, Any]) -> None:
     counts = {"choices": [], "usage": bodies_vllm.usage(2)}
-    meta = await told_of(last([1, 2]), bodies_vllm.event(None, top={**counts, **top}))
+    meta = await meta_of(last([1, 2]), bodies_vllm.event(None, top={**counts, **top}))
     assert (meta["spec_accept_token_num"], meta["spec_draft_token_num"], meta["spec_verify_ct"]) == (5, 9, 3)
     sample = sample_of()
     async with Server(stream(last([1, 2], top=top), DONE)) as server:
@@ -259,10 +268,10 @@ async def test_counts_of_speculative_decoding_are_told_under_the_hosts_names(top
 
 @pytest.mark.parametrize("metrics", [None, [], {"speculative_decoding": None}, {"speculative_decoding": {}}])
 async def test_counts_that_are_no_numbers_are_left_out(metrics: Any) -> None:
-    assert not [key for key in await told_of(last([1], top={"metrics": metrics})) if key.startswith("spec_")]
+    assert not [key for key in await meta_of(last([1], top={"metrics": metrics})) if key.startswith("spec_")]
 
 
-async def test_the_span_tells_what_the_host_reads_from_a_reply() -> None:
+async def test_the_span_has_the_fields_that_the_trainer_reads_from_a_response() -> None:
     async with Server(stream(last([1, 2]), bodies_vllm.usage_event(2, cached=1), DONE)) as server:
         await ask(streaming(server), sample_of())
     (span,) = spans
@@ -280,7 +289,7 @@ EXPERTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-async def test_experts_come_as_a_file_of_any_dtype(dtype: str) -> None:
+async def test_experts_are_a_npy_file_of_any_dtype(dtype: str) -> None:
     rows = npy(np.arange(4, dtype=dtype).reshape(4, 1, 1))
     async with Server(stream(last([1, 2], routed_experts=rows), DONE)) as server:
         sample = await ask(streaming(server, **EXPERTS), sample_of())
@@ -289,7 +298,7 @@ async def test_experts_come_as_a_file_of_any_dtype(dtype: str) -> None:
     assert sample.rollout_routed_experts.ravel().tolist() == [0, 1, 2, 3]
 
 
-async def test_an_aborted_call_keeps_its_tokens_without_experts_and_the_next_brings_those_of_all() -> None:
+async def test_an_aborted_call_keeps_its_tokens_without_experts_and_the_next_returns_all_experts() -> None:
     rows = npy(np.arange(5, dtype="uint8").reshape(5, 1, 1))
     counts = {"usage": bodies_vllm.usage(1, prompt_tokens=5, total_tokens=6)}
     later = bodies_vllm.event([3], "stop", top=counts, routed_experts=rows)
@@ -316,7 +325,7 @@ async def test_a_finished_call_without_the_experts_that_training_needs_is_an_err
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["needed", "not needed"])
-async def test_masks_are_kept_as_flat_arrays_over_all_calls_also_of_one_that_was_cut(wanted: bool) -> None:
+async def test_masks_are_kept_as_flat_arrays_over_all_calls_also_of_an_aborted_one(wanted: bool) -> None:
     first: list[Step] = [head(), chunk(last([1, 2], None, sampling_mask=[[1, 4], [2]])), FIN]
     counts = {"usage": bodies_vllm.usage(1, prompt_tokens=5, total_tokens=6)}
     later = bodies_vllm.event([3], "stop", top=counts, sampling_mask=[[3, 9]])
@@ -330,7 +339,7 @@ async def test_masks_are_kept_as_flat_arrays_over_all_calls_also_of_one_that_was
     assert "lost_side_data" not in sample.metadata
 
 
-async def test_masks_that_training_needs_and_that_do_not_come_are_an_error() -> None:
+async def test_missing_masks_that_training_needs_are_an_error() -> None:
     """vllm-project/vllm#55935: some releases send null in streams."""
     sample = sample_of()
     async with Server(whole()) as server:
@@ -342,7 +351,7 @@ async def test_masks_that_training_needs_and_that_do_not_come_are_an_error() -> 
     assert found.status is Status.COMPLETED
 
 
-# Replies that are wrong.
+# Invalid responses.
 
 WRONG = {
     "no logprobs": {"logprobs": None},
@@ -359,7 +368,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_an_event_that_is_wrong_adds_nothing_and_no_logprob_is_invented(wrong: str) -> None:
+async def test_an_invalid_event_adds_nothing_and_no_logprob_is_invented(wrong: str) -> None:
     bad = bodies_vllm.event([3, 4], top={"usage": bodies_vllm.usage(4)}, **WRONG[wrong])
     sample = Written(prompt="x", tokens=list(PROMPT))
     async with Server(stream(last([1, 2], None), bad, DONE)) as server:
@@ -371,7 +380,7 @@ async def test_an_event_that_is_wrong_adds_nothing_and_no_logprob_is_invented(wr
 
 
 @pytest.mark.parametrize(("code", "tries"), [(400, 1), (500, 3)])
-async def test_a_refusal_in_a_stream_is_an_error_and_is_asked_again_only_if_it_may_pass(code: int, tries: int) -> None:
+async def test_a_refusal_in_a_stream_is_an_error_and_retried_only_if_it_is_retryable(code: int, tries: int) -> None:
     error = (
         b'data: {"error": {"message": "Token id 5 is out of vocabulary", "type": "x", "param": null, "code": %d}}\n\n'
     )
@@ -384,7 +393,7 @@ async def test_a_refusal_in_a_stream_is_an_error_and_is_asked_again_only_if_it_m
 
 
 async def test_a_disabled_endpoint_is_an_error_that_names_the_flag() -> None:
-    with boxed(enable_scale_out=False) as engine, pytest.raises(EngineError, match="--enable-scale-out"):
+    with loopback_engine(enable_scale_out=False) as engine, pytest.raises(EngineError, match="--enable-scale-out"):
         await ask(streaming(engine), Sample(prompt=TEXT))
 
 
@@ -394,16 +403,16 @@ async def test_a_disabled_endpoint_is_an_error_that_names_the_flag() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of milliseconds."""
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
+    monkeypatch.setattr("streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=0.001))
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
-async def test_without_a_finish_reason_a_stream_that_the_host_has_aborted_is_a_partial_sample(tokens: int) -> None:
+async def test_without_a_finish_reason_a_stream_that_the_trainer_has_aborted_is_a_partial_sample(tokens: int) -> None:
     """vllm-project/vllm#47933: releases up to 0.31 end it with the usage and [DONE]."""
     ending = asyncio.Event()
-    begun = [chunk(last([1, 2], None))] if tokens else []
+    first = [chunk(last([1, 2], None))] if tokens else []
     rest: list[Step] = [chunk(bodies_vllm.usage_event(tokens)), chunk(DONE), LAST_CHUNK, "END"]
-    steps: list[Step] = [head(), *begun, ending, *rest]
+    steps: list[Step] = [head(), *first, ending, *rest]
     async with Server(steps) as server:
         args = streaming(server, streamfold_tries=5)
         asking = asyncio.ensure_future(ask(args, sample_of(), NARROW))
@@ -415,11 +424,11 @@ async def test_without_a_finish_reason_a_stream_that_the_host_has_aborted_is_a_p
     assert (sample.status, response_of(sample)) == (Status.ABORTED, [1, 2][:tokens])
 
 
-async def test_without_a_finish_reason_a_stream_that_nobody_has_aborted_is_gone_on_with(soon: None) -> None:
+async def test_without_a_finish_reason_a_stream_that_was_not_aborted_is_resumed(soon: None) -> None:
     first = stream(last([1, 2], None), bodies_vllm.usage_event(2), DONE)
     async with Server(answers(first, stream(part([3], prompt=5, finish="stop"), DONE))) as server:
         sample = await ask(streaming(server, streamfold_tries=3), sample_of())
-        assert [asked(request).budget for request in server.generates] == [64, 62]
+        assert [sent_request(request).budget for request in server.generates] == [64, 62]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
     async with Server(first) as server:
         sample = sample_of()
@@ -433,9 +442,9 @@ async def test_without_a_finish_reason_a_stream_that_nobody_has_aborted_is_gone_
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
 @pytest.mark.parametrize("new", [True, False], ids=["newer", "older"])
-async def test_the_hosts_abort_keeps_every_token_and_the_next_call_goes_on(new: bool, version: str) -> None:
+async def test_the_trainers_abort_keeps_every_token_and_the_next_call_resumes(new: bool, version: str) -> None:
     replays = version == "0.32.0"
-    with boxed(token_rate=400, stop_probability=0, version=version, replays=replays) as engine:
+    with loopback_engine(token_rate=400, stop_probability=0, version=version, replays=replays) as engine:
         args = streaming(engine, use_rollout_routing_replay=replays, **(TOP_P if replays else {}))
         state = GenerateState(args)
         state.sampling_params |= {"max_new_tokens": 200}
@@ -457,7 +466,7 @@ async def test_the_hosts_abort_keeps_every_token_and_the_next_call_goes_on(new: 
             assert_undisturbed(engine, args, sample, state.sampling_params)
 
 
-async def test_an_abort_of_one_request_names_it_as_the_engine_does() -> None:
+async def test_an_abort_of_one_request_uses_the_engines_request_id() -> None:
     async with Server([head(), *map(chunk, events(2, finish=None)), "HANG"]) as server:
         args = streaming(server)
         sample = sample_of()
@@ -466,13 +475,13 @@ async def test_an_abort_of_one_request_names_it_as_the_engine_does() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, LIMIT)
-        rid = asked(server.generates[0]).rid
-        (told,) = server.at("/inference/v1/abort_requests")
-        assert told.json["request_ids"] == [f"generate-tokens-{rid}", rid]
+        rid = sent_request(server.generates[0]).rid
+        (abort,) = server.at("/inference/v1/abort_requests")
+        assert abort.json["request_ids"] == [f"generate-tokens-{rid}", rid]
     assert (response_of(sample), sample.status) == ([1, 2], Status.ABORTED)
 
 
-async def test_what_finished_while_it_was_being_cut_is_taken_as_finished() -> None:
+async def test_what_finished_during_the_abort_stays_finished() -> None:
     sample = partial(1, 2, metadata={"streamfold_ended": {"at": 2, "as": "TRUNCATED"}})
     async with Server(stream(event([9], 1, "stop", prompt_tokens=5), DONE)) as server:
         await ask(streaming(server), sample)
@@ -480,10 +489,11 @@ async def test_what_finished_while_it_was_being_cut_is_taken_as_finished() -> No
     assert sample.status is Status.TRUNCATED
 
 
-def test_the_seat_of_one_engine_is_not_taken_for_another() -> None:
+def test_a_client_of_one_engine_is_not_used_for_another() -> None:
     async def engines_of(url: str) -> list[str]:
-        seats = [await hosts.seat(host, SimpleNamespace(), url) for host in (vime.VIME, slime.SLIME, vime.VIME)]
-        assert seats[0] is seats[2]
-        return [seat.client.engine for seat in seats]
+        engines = [each.engine for each in (vime.VIME, slime.SLIME, vime.VIME)]
+        handles = [await client_handle(engine, url, Settings()) for engine in engines]
+        assert handles[0] is handles[2]
+        return [handle.client.engine for handle in handles]
 
     assert asyncio.run(engines_of("http://127.0.0.1:9")) == ["vllm", "sglang", "vllm"]

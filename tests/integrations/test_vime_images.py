@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM: rendered by the server, laid over the trainer's own ids, and never dropped."""
+"""Prompts with images for vLLM: rendered by the server, moved to the trainer's own ids, and never dropped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from streamfold import EngineError, EngineTimeout, Retries, vime
-from streamfold.integrations import base as hosts
-from streamfold.integrations.multimodal import body_of
+from streamfold.integrations.multimodal import token_request
 from support.completing import answers
 from support.host import installed
 from support.host.helpers import LIMIT
@@ -21,7 +20,7 @@ from support.host.slime.rollout import sglang_rollout
 from support.host.slime.rollout.sglang_rollout import GenerateState
 from support.host.slime.utils import processing_utils
 from support.host.slime.utils.types import Sample
-from support.host_calls import PARAMS, Server, Status, ask, asked, cut, part, response_of, streaming
+from support.host_calls import PARAMS, Server, Status, ask, broken_off, part, response_of, sent_request, streaming
 from support.replay import DONE, HANG, RST, answer, answer_json, stream, until
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=0.001))
+    monkeypatch.setattr("streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=0.001))
     with installed("vime"):
         yield
 
@@ -58,7 +57,7 @@ def sample_of(**fields: Any) -> Sample:
 
 
 def reply(request: Request) -> Any:
-    return stream(part([5], prompt=len(asked(request).ids), finish="stop"), DONE)
+    return stream(part([5], prompt=len(sent_request(request).ids), finish="stop"), DONE)
 
 
 def serving(render: Route, generate: Route = reply) -> Server:
@@ -66,8 +65,10 @@ def serving(render: Route, generate: Route = reply) -> Server:
 
 
 async def test_the_rendered_prompt_is_sent_with_the_trainers_ids_and_placeholders_where_they_are_in_them() -> None:
-    told = answer_json(rendered(kwargs_extra=1, token_offsets=[[0, 1]], sampling_params={"top_p": 0.5}, stream=False))
-    async with serving(told) as server:
+    response = answer_json(
+        rendered(kwargs_extra=1, token_offsets=[[0, 1]], sampling_params={"top_p": 0.5}, stream=False)
+    )
+    async with serving(response) as server:
         args = streaming(server, router_policy="consistent_hash")
         sample = await ask(args, sample_of(session_id="mine"), {"max_new_tokens": 8})
         (render,), (generate,) = server.at(RENDER), server.generates
@@ -97,8 +98,11 @@ async def test_the_rendered_prompt_is_sent_with_the_trainers_ids_and_placeholder
     assert [span.name for span in spans] == ["vllm_generate", "vllm_mm_render"]
 
 
-async def test_a_call_that_goes_on_sends_the_images_with_the_whole_prefix() -> None:
-    first, later = cut(part([5, 6], prompt=len(PROMPT))), stream(part([9], prompt=len(PROMPT) + 2, finish="stop"), DONE)
+async def test_a_resumed_call_sends_the_images_with_the_whole_prefix() -> None:
+    first, later = (
+        broken_off(part([5, 6], prompt=len(PROMPT))),
+        stream(part([9], prompt=len(PROMPT) + 2, finish="stop"), DONE),
+    )
     async with serving(answer_json(rendered()), answers(first, later)) as server:
         sample = await ask(streaming(server, streamfold_tries=3), sample_of())
         bodies = [request.json for request in server.generates]
@@ -132,26 +136,28 @@ async def test_a_partial_sample_is_rendered_as_its_prompt() -> None:
     ids=["the same ids", "side by side", "alone", "with ids of their own around"],
 )
 def test_placeholders_are_found_one_behind_the_other(ids: Any, at: Any, prompt: Any, wanted: Any) -> None:
-    told = rendered(ids, at)
-    body = body_of(told, prompt, len(at))
+    response = rendered(ids, at)
+    body = token_request(response, prompt, len(at))
     assert [place["offset"] for place in body["features"]["mm_placeholders"]["image"]] == list(wanted)
-    assert [place["offset"] for place in told["features"]["mm_placeholders"]["image"]] == list(at), "a copy was moved"
+    assert [place["offset"] for place in response["features"]["mm_placeholders"]["image"]] == list(at), (
+        "a copy was moved"
+    )
 
 
 def test_offsets_of_tokens_stay_only_where_the_ids_are_the_same() -> None:
-    assert body_of(rendered(PROMPT, (1, 5), token_offsets=[1]), PROMPT, 2)["token_offsets"] == [1]
+    assert token_request(rendered(PROMPT, (1, 5), token_offsets=[1]), PROMPT, 2)["token_offsets"] == [1]
 
 
 def test_placeholders_of_several_kinds_follow_each_other() -> None:
     kinds = {"image": [{"offset": 3, "length": 3}], "audio": [{"offset": 0, "length": 2}], "video": None}
-    told = {"token_ids": [8, 8, 1, 90, 90, 90], "features": {"mm_placeholders": kinds}}
-    body = body_of(told, [5, 8, 8, 90, 90, 90], 2)
+    response = {"token_ids": [8, 8, 1, 90, 90, 90], "features": {"mm_placeholders": kinds}}
+    body = token_request(response, [5, 8, 8, 90, 90, 90], 2)
     assert body["features"]["mm_placeholders"]["audio"] == [{"offset": 1, "length": 2}]
     assert body["features"]["mm_placeholders"]["image"] == [{"offset": 3, "length": 3}]
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("response", "message"),
     [
         (rendered(at=(3,)), "1 placeholders for 2 images"),
         (rendered([1, IMAGE, IMAGE, IMAGE, 2, 91, 91, 91], (1, 5)), "is not in the prompt's ids"),
@@ -163,14 +169,14 @@ def test_placeholders_of_several_kinds_follow_each_other() -> None:
         (rendered([7, *PROMPT[:5], IMAGE, *PROMPT[5:]], at=(2, {"offset": 6, "length": 4})), "is not in the prompt's"),
         (rendered(features=None), "its images would be lost"),
         (rendered(features={}), "its images would be lost"),
-        ([["conversation"], [{"prompt_token_ids": PROMPT}]], "gave no object with token_ids"),
-        ({"token_ids": "x"}, "gave no object with token_ids"),
-        ({"token_ids": []}, "gave no object with token_ids"),
+        ([["conversation"], [{"prompt_token_ids": PROMPT}]], "returned no object with token_ids"),
+        ({"token_ids": "x"}, "returned no object with token_ids"),
+        ({"token_ids": []}, "returned no object with token_ids"),
     ],
 )
-async def test_what_cannot_be_laid_over_the_trainers_ids_is_refused_in_words(told: Any, message: str) -> None:
+async def test_a_rendered_prompt_that_does_not_fit_the_trainers_ids_is_refused(response: Any, message: str) -> None:
     sample = sample_of()
-    async with serving(answer_json(told)) as server:
+    async with serving(answer_json(response)) as server:
         with pytest.raises(NotImplementedError, match=message):
             await ask(streaming(server, streamfold_tries=3), sample)
         assert (len(server.at(RENDER)), server.generates) == (1, [])
@@ -181,14 +187,14 @@ async def test_what_cannot_be_laid_over_the_trainers_ids_is_refused_in_words(tol
 
 
 @pytest.mark.parametrize("status", [403, 404, 405])
-async def test_a_server_that_cannot_render_is_told_by_its_missing_flag(status: int) -> None:
+async def test_a_server_that_cannot_render_is_an_error_that_names_the_flag(status: int) -> None:
     async with serving(answer_json({"detail": "Not Found"}, status)) as server:
         with pytest.raises(NotImplementedError, match="--enable-scale-out"):
             await ask(streaming(server, streamfold_tries=3), sample_of())
         assert len(server.at(RENDER)) == 1
 
 
-async def test_proxies_of_the_shell_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """THUDM/slime#1714, encode/httpx#3574."""
     for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -197,13 +203,13 @@ async def test_proxies_of_the_shell_are_not_used(monkeypatch: pytest.MonkeyPatch
         assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
 
 
-async def test_no_json_is_no_rendered_prompt() -> None:
+async def test_a_response_that_is_not_json_is_refused() -> None:
     async with serving(answer(b"<html>")) as server:
         with pytest.raises(NotImplementedError, match="<html>"):
             await ask(streaming(server), sample_of())
 
 
-async def test_what_fails_for_a_while_is_asked_for_again() -> None:
+async def test_retryable_failures_are_retried() -> None:
     busy, reset = answer_json({"error": "busy"}, 503), [RST]
     async with serving(answers(busy, reset, answer_json(rendered()))) as server:
         sample = await ask(streaming(server, streamfold_tries=3), sample_of())
@@ -212,7 +218,7 @@ async def test_what_fails_for_a_while_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(("status", "tries"), [(400, 1), (503, 2)])
-async def test_a_refusal_is_an_error_in_the_servers_words(status: int, tries: int) -> None:
+async def test_a_refusal_is_an_error_with_the_servers_message(status: int, tries: int) -> None:
     sample = sample_of()
     async with serving(answer_json({"error": {"message": "too many images"}}, status)) as server:
         with pytest.raises(EngineError, match="too many images"):
@@ -228,14 +234,14 @@ async def test_a_server_that_is_not_there_is_an_error() -> None:
         await ask(args, sample_of())
 
 
-async def test_a_silent_server_is_left() -> None:
+async def test_a_silent_server_times_out() -> None:
     async with serving([HANG]) as server:
         with pytest.raises(EngineTimeout, match=r"did not answer within 0\.1 s"):
             await ask(streaming(server, streamfold_timeout_first_token=0.1), sample_of())
         await until(lambda: server.open == 0)
 
 
-async def test_a_reply_that_cannot_be_decoded_is_an_error_of_ours() -> None:
+async def test_a_response_that_cannot_be_decoded_is_an_engine_error() -> None:
     async with serving(answer(b"no gzip", content_encoding="gzip")) as server:
         with pytest.raises(EngineError, match="no reply from"):
             await ask(streaming(server), sample_of())
@@ -244,9 +250,9 @@ async def test_a_reply_that_cannot_be_decoded_is_an_error_of_ours() -> None:
 # Aborts.
 
 
-async def test_a_failure_that_an_abort_forestalls_is_no_complaint_of_the_event_loop() -> None:
+async def test_a_failure_during_an_abort_is_not_reported_by_the_event_loop() -> None:
     complaints: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     ending = asyncio.Event()
     async with serving([ending, *answer_json(None, 400)]) as server:
         args = streaming(server)
@@ -273,10 +279,12 @@ async def test_a_cancel_ends_the_request_and_leaves_an_aborted_sample() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "in a pause"])
-async def test_a_host_that_aborts_gets_its_sample_back_and_no_request_leaves(
+async def test_a_trainer_that_aborts_gets_its_sample_back_and_no_request_leaves(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0))
+    monkeypatch.setattr(
+        "streamfold.integrations.settings.Retries", lambda tries: Retries(tries=tries, first=30.0, longest=30.0)
+    )
     async with serving([HANG] if when == "meanwhile" else answer_json(None, 503)) as server:
         args = streaming(server, streamfold_tries=5)
         GenerateState(args).aborted = when == "before"
@@ -316,7 +324,9 @@ async def test_inputs_may_be_arrays(images: Any, monkeypatch: pytest.MonkeyPatch
     assert [part["type"] for part in render.json["messages"][0]["content"]] == ["text", "image_url", "image_url"]
 
 
-async def test_a_newer_host_makes_the_messages_itself_and_readies_its_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_newer_trainer_makes_the_messages_itself_and_readies_its_encoders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def build(prompt: str, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         parts = [{"type": "audio_url", "audio_url": {"url": url}} for url in inputs["audio"]]
         system = {"role": "system", "content": "be terse"}
@@ -337,16 +347,16 @@ async def test_a_newer_host_makes_the_messages_itself_and_readies_its_encoders(m
     assert sample.status is Status.COMPLETED
 
 
-async def test_an_older_host_cannot_send_videos_and_drops_none() -> None:
+async def test_an_older_trainer_cannot_send_videos_and_drops_none() -> None:
     async with serving(answer_json(rendered())) as server:
         with pytest.raises(NotImplementedError, match="cannot send images, videos"):
             await ask(streaming(server), sample_of(multimodal_inputs={"images": [b"png"], "videos": ["v"]}))
         assert server.requests == []
 
 
-async def test_images_need_a_prompt_of_text() -> None:
+async def test_images_need_a_text_prompt() -> None:
     async with serving(answer_json(rendered())) as server:
-        with pytest.raises(ValueError, match="beside images the prompt must be a str"):
+        with pytest.raises(ValueError, match="with images the prompt must be a str"):
             await ask(streaming(server), sample_of(prompt=[{"role": "user"}]))
         assert server.requests == []
 

@@ -6,42 +6,46 @@ import json
 import os
 import re
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from streamfold.integrations import base as hosts
-from streamfold.integrations import rollout as host_rollout
+from streamfold.integrations import settings
 from support.host_calls import HOSTS
-from support.paths import EXAMPLES
+from support.paths import EXAMPLES, ROOT
 
 of_each = pytest.mark.parametrize("host", HOSTS)
 
 
-def defaults(document: str | None) -> dict[str, str]:
-    """The table of settings in a module's docstring."""
-    return dict(re.findall(r"^``(streamfold_\w+)`` +\w+ +(\S+)", document or "", re.MULTILINE))
-
-
 @of_each
-def test_the_settings_are_those_of_the_adapter_with_their_defaults(host: str) -> None:
+def test_the_example_config_has_every_setting_with_its_default(host: str) -> None:
     text = (EXAMPLES / host / "streamfold.yaml").read_text(encoding="utf-8")
-    given = dict(re.findall(r"^(\w+): (\S+)", text, re.MULTILINE))
-    assert given
-    assert given == {name: defaults(hosts.__doc__).get(name) for name in given}
-    rollouts = dict(re.findall(r"^# (\w+): (\S+)", text, re.MULTILINE))
-    assert {name: value.replace("null", "none") for name, value in rollouts.items()} == defaults(host_rollout.__doc__)
+    assert text.endswith(f"\n\n{settings.config_file()}")
+
+
+def test_the_readme_has_the_table_of_settings() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## In slime\n")[2].partition("\n## ")[0]
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table
+    assert table[0] == settings.markdown_table()
+
+
+@pytest.mark.parametrize(("option", "text"), [([], settings.markdown_table()), (["yaml"], settings.config_file())])
+def test_the_module_prints_both(option: list[str], text: str) -> None:
+    command = [sys.executable, "-W", "error", "-m", settings.__name__, *option]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == text
 
 
 @of_each
 def test_the_command_line_names_a_function_that_exists_and_hands_on_what_it_is_given(host: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))", encoding="utf-8")
-    told = subprocess.run(
+    run = subprocess.run(
         [EXAMPLES / host / "run.sh", "--hf-checkpoint", "a b"],
         env={**os.environ, host.upper(): str(tmp_path)}, capture_output=True, text=True, timeout=30, check=True,
     )  # fmt: skip
-    options = json.loads(told.stdout)
+    options = json.loads(run.stdout)
     module, _, name = options[options.index("--custom-generate-function-path") + 1].rpartition(".")
     assert module == f"streamfold.{host}"
     assert getattr(import_module(module), name).abort_mode == "request"

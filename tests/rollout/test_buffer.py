@@ -7,14 +7,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from streamfold.rollout.buffer import Buffer, Group
+from streamfold.rollout.buffer import Buffer
 from streamfold.samples.sample import Sample
 from support.host.helpers import nowhere
 from support.host.slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -22,6 +22,8 @@ from support.host.slime.utils.types import Sample as HostSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+Group: TypeAlias = list[Any]  # of our samples or a host's, and elements that are lists of them
 
 # Decorators run before pytest's options are there to be asked.
 SOAK = "--soak" in sys.argv or os.environ.get("STREAMFOLD_SOAK", "0") not in ("", "0")
@@ -95,7 +97,7 @@ def test_a_buffer_without_a_source_gives_what_was_put_into_it() -> None:
 def test_a_group_may_come_back_as_another_list_and_the_one_that_came_back_counts() -> None:
     buffer = Buffer(groups(2))
     buffer.take(2)
-    fanned_out = [[Sample(group_index=0), Sample(group_index=0)], [Sample(group_index=0)]]
+    fanned_out: Group = [[Sample(group_index=0), Sample(group_index=0)], [Sample(group_index=0)]]
     buffer.put([fanned_out])
     assert (len(buffer), buffer.in_flight) == (1, 1)
     assert buffer.take(1)[0] is fanned_out

@@ -14,6 +14,7 @@ from streamfold import StreamfoldError
 from streamfold.rollout import scheduler as flight
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.metrics import RolloutStats
+from streamfold.rollout.rollout import parts_of
 from streamfold.samples.sample import Sample
 from support.rollouts import (
     Counted,
@@ -159,7 +160,7 @@ async def test_a_generator_that_takes_no_notice_of_its_end_is_left_alone_and_its
         free.set()
         await asyncio.sleep(0.01)
         append(stubborn[0], 5)
-        assert "takes no notice of being cancelled" in caplog.text
+        assert "ignores being cancelled" in caplog.text
         assert source.in_flight == 1, "the copy that has just been taken"
         assert copy is not stubborn[0]
         assert (copy.status, copy.response_length, copy.tokens) == (Status.PENDING, 0, [5, 6, 7, 100])
@@ -384,7 +385,7 @@ async def test_a_time_limit_around_a_rollout_works_as_around_anything() -> None:
 
 
 async def test_a_flight_that_is_over_takes_no_more_groups() -> None:
-    over = rollout(Scripted(), groups=1).scheduler(RolloutStats(), None, 1)
+    over = parts_of(rollout(Scripted(), groups=1)).scheduler(RolloutStats(), None, 1)
     await over.abort()
     with pytest.raises(RuntimeError, match="a new one"):
         over.start(groups_of(1)[0], 0)

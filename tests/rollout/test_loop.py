@@ -16,7 +16,7 @@ from streamfold import Client, StreamfoldError
 from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.rollout import RolloutConfig
-from streamfold.rollout.scheduler import Pace
+from streamfold.rollout.runner import RateLimiter
 from streamfold.samples.sample import Sample
 from support.replay import DONE, Replay, event, stream
 from support.rollouts import (
@@ -80,7 +80,7 @@ async def test_a_source_that_runs_dry_ends_the_rollout_with_what_there_is(caplog
     assert len(result.groups) == 3
     assert result.is_short
     assert result.metrics["rollout/source_dry"] == 1
-    assert "ran dry: rollout 0 ends with 3 of 4 groups" in caplog.text
+    assert "ran out: rollout 0 ends with 3 of 4 groups" in caplog.text
 
 
 async def test_a_source_without_any_group_gives_an_empty_rollout() -> None:
@@ -246,7 +246,7 @@ async def test_no_more_samples_run_at_once_than_was_said_for_each_engine() -> No
 
 
 async def test_starts_are_paced_in_their_order() -> None:
-    pace, clock = Pace(3), asyncio.get_running_loop().time
+    pace, clock = RateLimiter(3), asyncio.get_running_loop().time
     passed: list[tuple[int, float]] = []
 
     async def one(i: int) -> None:

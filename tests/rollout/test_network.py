@@ -12,6 +12,7 @@ import pytest
 from streamfold import Client, Timeouts
 from streamfold.client import control as abort
 from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.rollout import parts_of
 from streamfold.samples.merging import merge
 from streamfold.samples.sample import Sample
 from support.replay import ASKED, DONE, HANG, answer_json, chunk, head, stream
@@ -77,7 +78,7 @@ async def test_a_worker_that_is_dead_and_one_that_is_deaf_do_not_keep_a_rollout_
     speech: Speech, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """THUDM/slime#1615."""
-    monkeypatch.setattr(abort, "_SECONDS", 0.4)  # that a deaf one is given
+    monkeypatch.setattr(abort, "_TIMEOUT_SECONDS", 0.4)  # that a deaf one is given
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -105,7 +106,7 @@ async def test_a_worker_that_is_dead_and_one_that_is_deaf_do_not_keep_a_rollout_
             async with speech.client(server.url, timeouts=Timeouts(connect=0.5)) as client:
                 generator: Any = None
                 if mode == "server":
-                    built_in = rollout(client=client, groups=1)._generate
+                    built_in = parts_of(rollout(client=client, groups=1)).generate
 
                     async def generator(sample: Any, params: Any, *, aborted: Any) -> Any:
                         return await built_in(sample, params, aborted=lambda: False)

@@ -330,16 +330,16 @@ async def test_who_still_waits_when_the_pool_is_left_is_told() -> None:
         async with pool_of(Scripted({0: (1, "hang")}), Buffer(groups_of(1))) as pool:
             waiting = asyncio.ensure_future(pool.next(1))
             await asyncio.sleep(0.005)
-        with pytest.raises(StreamfoldError, match="inside its block"):
+        with pytest.raises(StreamfoldError, match="use it inside"):
             await bounded(waiting)
-        with pytest.raises(StreamfoldError, match="inside its block"):
+        with pytest.raises(StreamfoldError, match="use it inside"):
             await bounded(pool.next(1))
 
 
 async def test_a_pool_may_be_entered_again() -> None:
     source = Buffer(endless())
     pool = pool_of(Scripted(), source)
-    with pytest.raises(StreamfoldError, match="inside its block"):
+    with pytest.raises(StreamfoldError, match="use it inside"):
         await pool.next(1)
     given: list[Any] = []
     for _ in range(2):

@@ -89,7 +89,7 @@ async def test_a_reward_of_none_is_an_error_unless_the_function_has_set_the_samp
     nothing = rollout(Scripted(), groups=1, reward=lambda _sample: None, max_failures=0)
     with pytest.raises(StreamfoldError) as caught:
         await bounded(nothing.run(Buffer(endless())))
-    assert "gave None" in str(caught.value.__cause__)
+    assert "returned None" in str(caught.value.__cause__)
 
 
 async def test_a_sample_whose_generator_has_set_its_reward_keeps_it() -> None:
@@ -191,7 +191,7 @@ async def test_a_thread_that_outlasts_the_abort_is_told_of_and_its_result_thrown
     options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "abort_seconds": 0.05}
     before = threading.active_count()
     await bounded(rollout(Scripted(), **options).run(source, 0))
-    assert "1 calls of the reward function go on" in caplog.text
+    assert "1 calls of the reward function are still running" in caplog.text
     assert threading.active_count() == before + 1
     gate.set()
     while threading.active_count() > before:  # noqa: ASYNC110
@@ -272,4 +272,4 @@ async def test_as_many_rewards_must_come_as_the_group_has_samples() -> None:
     trainer = rollout(Scripted(), groups=1, reward=lambda _samples: [1.0], group_reward=True, max_failures=0)
     with pytest.raises(StreamfoldError) as caught:
         await bounded(trainer.run(Buffer(endless())))
-    assert "gave 1 rewards for 2 samples" in str(caught.value.__cause__)
+    assert "returned 1 rewards for 2 samples" in str(caught.value.__cause__)

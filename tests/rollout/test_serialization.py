@@ -7,8 +7,7 @@ import os
 import re
 import struct
 import sys
-from collections import OrderedDict
-from decimal import Decimal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -193,27 +192,26 @@ def test_tensors_come_back_on_the_cpu_with_dtype_and_shape(path: Path) -> None:
             assert torch.equal(found, tensor)
     grown = torch.arange(6.0, requires_grad=True).reshape(2, 3).T
     assert again({"a": grown}, path)["a"].tolist() == grown.tolist()
-    with pytest.raises(archive.Unwritable, match="a is a tensor whose bytes cannot be had"):
-        archive.save(path, {"a": torch.eye(3).to_sparse()})
+    archive.save(path, {"a": torch.eye(3).to_sparse()})
+    assert archive.load(path, trusted=True)["a"].to_dense().tolist() == torch.eye(3).tolist()
 
 
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (object(), r"is of type builtins\.object, but what can be saved is None, bool"),
-        ({1, 2}, "is of type builtins.set"),
-        (OrderedDict(a=1), "is of type collections.OrderedDict"),
-        (Decimal(1), "is of type decimal.Decimal"),
-        (np.ma.masked_array([1, 2]), "is of type numpy.ma"),
-        (np.array([None]), "is of dtype object"),
-        (np.zeros(2, [("a", "i4")]), r"is of dtype \[\('a', '<i4'\)\]"),
+        (
+            threading.Lock(),
+            r"is of type _thread\.lock, which can neither be saved nor pickled \(cannot",
+        ),
+        ({1, lambda: 2}, r"is of type builtins\.set, which .* make it None, bool"),
+        (np.array([lambda: 1]), r"is of type numpy\.ndarray, which"),
     ],
 )
-def test_what_cannot_come_back_as_it_was_is_refused_by_its_place(value: Any, problem: str, path: Path) -> None:
+def test_what_cannot_be_pickled_is_refused_by_its_location(value: Any, problem: str, path: Path) -> None:
     archive.save(path, SMALL)
-    with pytest.raises(archive.Unwritable, match=rf"a\.1\.b {problem}") as caught:
+    with pytest.raises(archive.UnsupportedValue, match=rf"a\.1\.b {problem}") as caught:
         archive.save(path, {"a": [0, {"b": value}]})
-    assert caught.value.place == ("a", 1, "b")
+    assert caught.value.location == ("a", 1, "b")
     assert exactly(archive.load(path)) == exactly(SMALL)
     assert beside(path) == []
 
@@ -232,7 +230,7 @@ def test_the_depth_is_limited_and_what_holds_itself_is_refused(kind: str, path: 
     endless: list[Any] = []
     endless.append(endless)
     for value in (nested(62, kind), endless):
-        with pytest.raises(archive.Unwritable, match="more than 60 deep, or holds itself"):
+        with pytest.raises(archive.UnsupportedValue, match="more than 60 deep, or contains itself"):
             archive.save(path, value)
     assert exactly(archive.load(path)) == exactly(deepest)
 
@@ -248,7 +246,7 @@ def test_each_flipped_bit_is_refused(path: Path) -> None:
             damaged = bytearray(whole)
             damaged[position] ^= 1 << bit
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=r"is damaged|no buffer of streamfold|has format"):
+            with pytest.raises(ValueError, match=r"is damaged|not a buffer of streamfold|has format"):
                 archive.load(path)
 
 
@@ -257,7 +255,7 @@ def test_a_cut_or_lengthened_file_is_refused_wherever_it_was_cut(path: Path) -> 
     whole = path.read_bytes()
     for damaged in [*(whole[:size] for size in range(len(whole))), whole + b"\0", whole + whole, b"\0" * len(whole)]:
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is (damaged|no buffer of streamfold).*load"):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is (damaged|not a buffer of streamfold).*load"):
             archive.load(path)
 
 
@@ -266,13 +264,13 @@ def test_a_cut_or_lengthened_file_is_refused_wherever_it_was_cut(path: Path) -> 
 )
 def test_a_file_of_something_else_is_refused(other: bytes, path: Path) -> None:
     path.write_bytes(other)
-    with pytest.raises(ValueError, match="no buffer of streamfold, or its beginning is damaged"):
+    with pytest.raises(ValueError, match="not a buffer of streamfold, or its first line is damaged"):
         archive.load(path)
 
 
 def test_a_later_format_is_refused_by_its_number(path: Path) -> None:
     path.write_bytes(b"streamfold buffer 12\n" + b"whatever that may be")
-    with pytest.raises(ValueError, match="has format 12, but this streamfold knows only those up to 1: load it with"):
+    with pytest.raises(ValueError, match="has format 12, but this streamfold knows only those up to 2: load it with"):
         archive.load(path)
 
 
@@ -308,7 +306,7 @@ def test_an_image_comes_back_pixel_for_pixel(mode: str, path: Path) -> None:
     assert (found.mode, found.size, found.tobytes()) == (picture.mode, picture.size, picture.tobytes())
 
 
-def test_an_image_whose_pixels_are_not_all_is_refused_with_what_to_do(path: Path) -> None:
+def test_an_image_with_a_palette_is_pickled(path: Path) -> None:
     picture = Image.linear_gradient("L").convert("P")
-    with pytest.raises(archive.Unwritable, match="convert it to RGB"):
-        archive.save(path, {"images": [picture]})
+    archive.save(path, {"images": [picture]})
+    assert archive.load(path, trusted=True)["images"] == [picture]

@@ -140,7 +140,7 @@ def test_a_file_that_is_taken_for_stale_before_it_is_locked_is_made_anew(
             removed[0].unlink()
         lock(file, how)
 
-    monkeypatch.setattr("streamfold.rollout.serialization.fcntl.flock", removed_first)
+    monkeypatch.setattr("streamfold.rollout.atomic_file.fcntl.flock", removed_first)
     archive.save(path, NEW)
     assert archive.load(path) == NEW
     assert len(removed) == 1
@@ -156,7 +156,7 @@ def test_where_there_are_no_locks_it_is_written_and_nothing_is_taken_for_stale(
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
 
-    monkeypatch.setattr("streamfold.rollout.serialization.fcntl.flock", no_locks)
+    monkeypatch.setattr("streamfold.rollout.atomic_file.fcntl.flock", no_locks)
     archive.save(path, NEW)
     assert archive.load(path) == NEW
     assert beside(path) == [other.name]

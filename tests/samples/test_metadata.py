@@ -66,7 +66,10 @@ async def test_a_partial_sample_that_was_saved_with_a_character_split_between_ca
     }
     sample = Sample.from_dict(saved)
     end = stream(SGLANG.part([], prompt=10, finish="stop"), DONE)
-    async with SGLANG.replay(end) as server, SGLANG.client(server.url, tokenizer=MockTokenizer(), retries=SOON) as client:
+    async with (
+        SGLANG.replay(end) as server,
+        SGLANG.client(server.url, tokenizer=MockTokenizer(), retries=SOON) as client,
+    ):
         await completed(client, sample)
         assert [SGLANG.ids(request) for request in server.generates] == [[*PROMPT, *ids]]
     assert (sample.response, sample.status) == ("abc🙂", Sample.Status.COMPLETED)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamfold import Generation
-from streamfold.rollout.groups import stamp
+from streamfold.rollout.groups import mark_start
 from streamfold.samples.merging import check_ready, merge, meta_info
 from streamfold.samples.metadata import TurnState, add_counts
 from streamfold.samples.reset import restart
@@ -272,7 +272,7 @@ def test_a_restarted_sample_has_the_defaults_in_every_field_and_its_copy_is_unch
     merge(sample, generation(3, top_p=top_p([3]), routed_experts=experts(5), meta=counts), args)
     assert arrays_as_lists(twin) == before
     sample.reward = 1.0
-    stamp([sample], 4)
+    mark_start([sample], 4)
     TurnState(1, 1, exact_characters=2, text_joined=True).save(sample)
     add_counts(sample, lost_side_data=2)
     changed = {name for name, value in arrays_as_lists(sample).items() if value != arrays_as_lists(fresh)[name]}

@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: a trainer's arguments, samples, written replies, and ways to look at them.
+"""Shared by the tests of the integrations: a trainer's arguments, samples, written replies, checks.
 
 Everything is of the trainer that is installed, and of its engine.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamfold.integrations import base as hosts
+from streamfold.integrations.clients import _handles
 from streamfold.loopback import Loopback
 from support import bodies_vllm, replay
 from support.host import arguments, engine
@@ -36,15 +36,15 @@ TOP_P: dict[str, Any] = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids
 PARAMS: dict[str, Any] = {"max_new_tokens": 64}
 
 
-def adapter() -> ModuleType:
+def entry_module() -> ModuleType:
     """Our module for the trainer that is installed."""
     return importlib.import_module(f"streamfold.{engine.current().package}")
 
 
 def streaming(server: Loopback | Replay, **settings: Any) -> SimpleNamespace:
-    """Arguments of a trainer that generates through the adapter; what fails is not asked for again."""
+    """Arguments of a trainer that generates through our function; failures are not retried."""
     config = server.config if isinstance(server, Loopback) else None
-    settings = {"custom_generate_function_path": adapter().generate_streaming, "streamfold_tries": 1, **settings}
+    settings = {"custom_generate_function_path": entry_module().generate_streaming, "streamfold_tries": 1, **settings}
     return arguments(server.url, config, **settings)
 
 
@@ -54,7 +54,7 @@ def sample_of(**fields: Any) -> Sample:
 
 
 def partial(*tokens: int, **fields: Any) -> Sample:
-    """A sample that was cut after some tokens of a written reply."""
+    """A sample that was aborted after some tokens of a written reply."""
     return sample_of(
         tokens=[*PROMPT, *tokens],
         response=text_of(*tokens),
@@ -71,13 +71,13 @@ class Written(Sample):
 
     writes = 0
 
-    def append_response_tokens(self, *args: Any, **told: Any) -> None:
+    def append_response_tokens(self, *args: Any, **fields: Any) -> None:
         self.writes += 1
-        super().append_response_tokens(*args, **told)
+        super().append_response_tokens(*args, **fields)
 
 
-def boxed(*, replays: bool = False, incremental: bool = False, **options: Any) -> Loopback:
-    """The trainer's loopback engine; ``replays``: it can return routed experts and the ids that could be sampled."""
+def loopback_engine(*, replays: bool = False, incremental: bool = False, **options: Any) -> Loopback:
+    """A loopback engine of the trainer's kind; ``replays``: it can send routed experts and top-p ids."""
     if engine.current().name == "sglang":
         return Loopback(incremental=incremental, **options)
     flags: dict[str, Any] = {"return_routed_experts": replays, "return_sampling_mask": replays, "track_load": True}
@@ -85,14 +85,14 @@ def boxed(*, replays: bool = False, incremental: bool = False, **options: Any) -
 
 
 async def ask(args: SimpleNamespace, sample: Sample, params: dict[str, Any] | None = None) -> Sample:
-    """Call the adapter as the host does, within the time after which something hangs."""
+    """Call our function as the trainer does, within the time after which something hangs."""
     given = PARAMS if params is None else params
-    found: Sample = await asyncio.wait_for(adapter().generate_streaming(args, sample, given), LIMIT)
+    found: Sample = await asyncio.wait_for(entry_module().generate_streaming(args, sample, given), LIMIT)
     assert found is sample
     return found
 
 
-# What the engine writes, and what it was asked.
+# What the engine writes, and the requests that it got.
 
 
 def event(ids: Sequence[int], total: int, finish: str | None = None, *, prompt_tokens: int = len(PROMPT)) -> bytes:
@@ -123,7 +123,7 @@ def running() -> list[Step]:
     return [head(), *map(chunk, events(2, finish=None)), HANG]
 
 
-def cut(*payloads: bytes) -> list[Step]:
+def broken_off(*payloads: bytes) -> list[Step]:
     """A reply whose body ends in the middle."""
     return stream(*payloads, end=FIN)
 
@@ -136,13 +136,13 @@ def text_of(*ids: int) -> str:
 
 
 class Server(Replay):
-    """A server of written replies that speaks as the trainer's engine does."""
+    """A server of written replies in the protocol of the trainer's engine."""
 
     def __init__(
         self, generate: Route = (), *, host: str = "127.0.0.1", routes: dict[str, Route] | None = None
     ) -> None:
-        told = {engine.current().path: generate, "/inference/v1/abort_requests": self._abort, **(routes or {})}
-        super().__init__(generate, host=host, routes=told)
+        all_routes = {engine.current().path: generate, "/inference/v1/abort_requests": self._abort, **(routes or {})}
+        super().__init__(generate, host=host, routes=all_routes)
 
     def _abort(self, request: Request) -> list[Step]:
         for rid in request.json["request_ids"]:
@@ -150,7 +150,7 @@ class Server(Replay):
         return answer_json(None)
 
     def reply(self, generate: Route) -> None:
-        """Answer otherwise from now on."""
+        """Give other replies from now on."""
         self.routes[engine.current().path] = generate
 
     @property
@@ -165,8 +165,8 @@ class Server(Replay):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for, under one name for all engines."""
+class SentRequest:
+    """The fields of a request, under the same names for all engines."""
 
     rid: str
     ids: list[int]
@@ -174,21 +174,21 @@ class Asked:
     params: dict[str, Any]
 
 
-def asked(request: Request) -> Asked:
+def sent_request(request: Request) -> SentRequest:
     body = request.json
     params = body["sampling_params"]
     if engine.current().name == "sglang":
-        return Asked(body["rid"], body["input_ids"], params.get("max_new_tokens"), params)
-    return Asked(body["request_id"], body["token_ids"], params["max_tokens"], params)
+        return SentRequest(body["rid"], body["input_ids"], params.get("max_new_tokens"), params)
+    return SentRequest(body["request_id"], body["token_ids"], params["max_tokens"], params)
 
 
-# What there is to see.
+# Checks.
 
 
 def arrived() -> int:
-    """How many tokens have come of the calls that the adapter has running in this loop."""
-    seats = hosts._seats.get(asyncio.get_running_loop(), {})
-    return sum(call.token_count for seat in seats.values() for call in seat.client.running)
+    """How many tokens the running calls of this event loop's clients have received."""
+    handles = _handles.get(asyncio.get_running_loop(), {})
+    return sum(call.token_count for handle in handles.values() for call in handle.client.running)
 
 
 def response_of(sample: Sample) -> list[int]:
@@ -196,7 +196,7 @@ def response_of(sample: Sample) -> list[int]:
 
 
 def aligned(sample: Sample) -> bool:
-    """Whether everything that goes with the response is as long as it."""
+    """Whether all per-token fields are as long as the response."""
     n = sample.response_length
     offsets = sample.rollout_top_p_token_offsets
     return (
@@ -207,7 +207,7 @@ def aligned(sample: Sample) -> bool:
 
 
 def undisturbed(server: Loopback, args: SimpleNamespace, prompt: list[int], params: dict[str, Any]) -> Reply:
-    """What one call gives that nobody cuts."""
+    """What one undisturbed call gives."""
     if server.config.engine == "vllm":
         names = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
         params = {names.get(name, name): value for name, value in params.items() if value is not None}
@@ -218,7 +218,7 @@ def undisturbed(server: Loopback, args: SimpleNamespace, prompt: list[int], para
 
 
 def assert_undisturbed(server: Loopback, args: SimpleNamespace, sample: Sample, params: dict[str, Any]) -> None:
-    """Check that a finished sample is, in all of its fields, what one call gives that nobody cuts."""
+    """Check that a finished sample is, in all of its fields, what one undisturbed call gives."""
     prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
     wanted = undisturbed(server, args, prompt, params)
     assert response_of(sample) == wanted.token_ids

@@ -19,7 +19,7 @@ import orjson
 
 from streamfold.client.client import Client
 from streamfold.rollout.buffer import Buffer
-from streamfold.rollout.groups import index_of, is_finished, prompt_groups, samples_of, tokens_of
+from streamfold.rollout.groups import count_tokens, is_finished, prompt_groups, samples_of, sort_key
 from streamfold.rollout.rollout import Rollout, RolloutConfig
 from streamfold.samples.sample import Sample
 
@@ -137,7 +137,7 @@ class Report:
     def lost(self) -> int:
         """Tokens that came and are in no sample."""
         came = sum(metrics["rollout/tokens/generated"] for metrics in self.rollouts)
-        return int(came) - tokens_of(outcome.sample for outcome in self.outcomes)
+        return int(came) - count_tokens(outcome.sample for outcome in self.outcomes)
 
     @property
     def reward_calls(self) -> int:
@@ -235,14 +235,14 @@ def run(
         calls = _calls([one, two])
         outcomes = [
             compare(sample, one, seed + place, calls=calls[sample.session_id], judged=judge.texts[sample.index])
-            for group in sorted([*given, *waiting], key=index_of)
+            for group in sorted([*given, *waiting], key=sort_key)
             for place, sample in enumerate(samples_of(group))
         ]
     return Report(
         groups=len(prompts),
         rollouts=metrics,
-        given=[index_of(group)[0] for group in given],
-        waiting=[index_of(group)[0] for group in waiting],
+        given=[sort_key(group)[0] for group in given],
+        waiting=[sort_key(group)[0] for group in waiting],
         undrawn=list(range(buffer.position, len(prompts))),
         in_flight=in_flight,
         outcomes=outcomes,

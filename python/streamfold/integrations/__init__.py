@@ -1,1 +1,1 @@
-"""What the adapters for trainers (:mod:`streamfold.slime`, :mod:`streamfold.vime`) share."""
+"""Shared code of the integrations :mod:`streamfold.slime` and :mod:`streamfold.vime`."""

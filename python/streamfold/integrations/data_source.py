@@ -1,8 +1,10 @@
-"""A data source with a buffer that outlives its process: ``--data-source-path streamfold.slime.DataSource``, or vime's.
+"""A data source whose buffer survives a crash: ``--data-source-path streamfold.slime.DataSource``.
 
-The hosts save how far prompts were read, and lose what waits in the buffer. This one saves, beside the host's own file,
-all groups that were drawn and that the trainer has not got yet: partial ones, finished ones that wait, and those in
-flight. So a run that goes on from a checkpoint gives the trainer no group twice, and none is missing.
+For vime it is ``streamfold.vime.DataSource``.
+
+slime and vime save how many prompts were read, and lose the groups in the buffer. This data source also saves, beside
+the trainer's own file, every group that was drawn and not delivered yet: partial ones, finished ones that wait for the
+next rollout, and those in flight. A run that resumes from a checkpoint delivers each group exactly once.
 """
 
 from __future__ import annotations
@@ -17,122 +19,117 @@ from streamfold.rollout.buffer import Buffer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from streamfold.integrations.base import Args, Host
-    from streamfold.rollout.buffer import Group
+    from streamfold.integrations.base import Integration
+    from streamfold.integrations.settings import Args
+    from streamfold.rollout.groups import Group
 
-__all__ = ["DurableSource", "data_source"]
+__all__ = ["DurableBuffer", "data_source_class", "durable_buffer"]
 
 log = logging.getLogger("streamfold")
 
 T = TypeVar("T")
-_Source: TypeAlias = Any  # the data source, by its attributes that are the host's
+TrainerSource: TypeAlias = Any  # the trainer's RolloutDataSourceWithBuffer
 
 _COUNTERS: Final = ("epoch_id", "sample_group_index", "sample_index", "sample_offset")
 
 
-class DurableSource:
-    """What our ``DataSource`` adds to the host's ``RolloutDataSourceWithBuffer``.
+class DurableBuffer:
+    """The buffer of our ``DataSource``: which groups are in flight or waiting, and the file in which they are saved.
 
-    Groups are taken from the buffer first, oldest first, or as ``buffer_filter_path`` chooses; then new ones are drawn.
-    Rollout functions of streamfold tell it what becomes of each group. To others it is what the host's is, a buffer of
-    what came back; that is saved as well.
+    Waiting groups are served first, oldest first or as ``--buffer-filter-path`` chooses; then new ones are drawn.
+
+    Args:
+        source: the trainer's data source, used for its options, its prompts and its buffer filter.
+        draw: draws one new group from the trainer's prompts.
+        sample_type: the trainer's ``Sample``.
+        package: the trainer's name, for log messages.
 
     Attributes:
-        buffer: a :class:`~streamfold.rollout.buffer.Buffer`.
-        keeps_account: whether groups that were taken are in flight until somebody tells :meth:`done`.
+        buffer: the groups. :meth:`load` may replace it.
+        tracks_in_flight: whether groups that were taken are in flight until :meth:`done`. Our rollout functions set it,
+            as they report every group. Others only give back what they do not use: then taken groups count as done.
     """
 
-    _package: str  # the host's name
-    _draw: Callable[[_Source], Group]
-    _sample_type: type[Any]
-
-    def __init__(self, args: Args) -> None:
-        self._super.__init__(args)
-        here: _Source = self
-        self._chooses = bool(
+    def __init__(self, source: TrainerSource, draw: Callable[[], Group], sample_type: type[Any], package: str) -> None:
+        args = source.args
+        self._source = source
+        self._package = package
+        self._has_filter = bool(
             getattr(args, "buffer_filter_path", None) or getattr(args, "buffer_sort_by_staleness", False)
         )
-        prompts = None if here.dataset is None else _Prompts(here, self._draw, self._package)
-        self.buffer = _Placed(prompts, self._sample_type)
-        self.keeps_account = False
-        self._delivered: tuple[int, list[Group]] | None = None
-        self._call: Callable[[Callable[[], Any]], Any] | None = None
-
-    @property
-    def _super(self) -> _Source:
-        return super()
+        prompts = None if source.dataset is None else _Prompts(source, draw, package)
+        self._new_buffer = functools.partial(Buffer, prompts, sample_type)
+        self.buffer = self._new_buffer()
+        self.tracks_in_flight = False
+        self._delivered: tuple[int, list[Group]] | None = None  # the last rollout, and its groups
+        self._run: Callable[[Callable[[], Any]], Any] | None = None
 
     # Groups.
 
-    def get_samples(self, num_samples: int) -> list[Group]:
-        """Give so many groups, waiting ones first.
+    def take(self, count: int) -> list[Group]:
+        """Give ``count`` groups, waiting ones first.
 
         Raises:
-            RuntimeError: there are no prompts to draw, and fewer groups wait.
+            RuntimeError: fewer groups wait, and there are no prompts.
         """
-        return self._there(lambda: self._take(num_samples))
+        return self._in_loop(lambda: self._take(count))
 
-    def add_samples(self, samples: list[Group]) -> None:
+    def put(self, groups: list[Group]) -> None:
         """Take groups back.
 
         Raises:
-            ValueError: one has not ``n_samples_per_prompt`` samples, or waits already; none has been taken then.
+            ValueError: a group has not ``n_samples_per_prompt`` samples, or waits already. Then none is taken.
         """
-        size = self._host_args.n_samples_per_prompt
-        for group in samples:
+        size = self._source.args.n_samples_per_prompt
+        for group in groups:
             if len(group) != size:
-                raise ValueError(f"a group that comes back has {len(group)} samples; n_samples_per_prompt is {size}")
-        self._there(lambda: self.buffer.put(samples))
+                raise ValueError(f"a returned group has {len(group)} samples; n_samples_per_prompt is {size}")
+        self._in_loop(lambda: self.buffer.put(groups))
 
     def done(self, groups: list[Group]) -> None:
-        """Forget groups that the trainer got, or that were dropped."""
-        self._there(lambda: self.buffer.done(groups))
+        """Forget groups that were delivered or dropped."""
+        self._in_loop(lambda: self.buffer.done(groups))
 
     def delivered(self, groups: list[Group], rollout_id: int) -> None:
-        """Take note which groups a rollout gave the trainer, as the state of an earlier one may be saved after that."""
+        """Note the groups that a rollout delivered: the state of an earlier rollout may be saved after that."""
         self._delivered = (rollout_id, groups)
 
-    def get_buffer_length(self) -> int:
-        """Groups that wait."""
-        return len(self.buffer)
-
-    def lives_in(self, call: Callable[[Callable[[], Any]], Any] | None) -> None:
-        """Say how to call a function where groups are being written; None: anywhere."""
-        self._call = call
+    def run_in(self, run: Callable[[Callable[[], Any]], Any] | None) -> None:
+        """While groups are in flight in another thread: ``run`` calls a function there. None: no such thread."""
+        self._run = run
 
     # The file.
 
     def save(self, rollout_id: int) -> None:
-        """Write ``{args.save}/rollout/streamfold_buffer_{rollout_id}``, and the host's own file.
+        """Write ``{args.save}/rollout/streamfold_buffer_{rollout_id}``.
 
-        What the trainer got in a later rollout than ``rollout_id``, as an asynchronous trainer does before it saves,
-        counts as not delivered: a run that goes on from here gives it that again.
+        Groups delivered by a later rollout than ``rollout_id``, as an asynchronous trainer has them before it saves,
+        are saved as not delivered: a run that resumes from here delivers them again.
 
         Raises:
-            ValueError: a sample cannot be written; the message names it and the field.
-            OSError: the disk is full, or gone.
+            ValueError: a sample cannot be saved; the message names it and the field.
+            OSError: the disk is full or not writable.
         """
-        path = _path(self._host_args.save, rollout_id)
+        path = _path(self._source.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write = self._there(lambda: self._saving(path, rollout_id))
-        write()  # here: a disk may be slow, and streams are read there
-        self._super.save(rollout_id)  # second: without ours it would be a state that has lost the buffer
+        write = self._in_loop(lambda: self._packed(path, rollout_id))
+        write()  # in this thread: a slow disk must not block the streams
 
-    def load(self, rollout_id: int | None = None) -> None:
-        """Go on from what :meth:`save` wrote for that rollout; from the host's file alone if there is no other.
+    def load(self, rollout_id: int | None, load_trainer_state: Callable[[int | None], object]) -> None:
+        """Restore what :meth:`save` wrote for a rollout; if there is no such file, the trainer's own state alone.
 
         Raises:
-            ValueError: our file is damaged, or of something else.
+            ValueError: our file is damaged, or of another kind.
             RuntimeError: groups are in flight.
         """
-        args = self._host_args
+        args = self._source.args
         if getattr(args, "load", None) is None:
             return
-        if self._call is not None:
+        if self._run is not None:
             raise RuntimeError(f"groups are in flight: call streamfold.{self._package}.close_rollout() before load()")
         path = _path(args.load, rollout_id)
         try:
-            self._super.load(rollout_id)
+            load_trainer_state(rollout_id)
         except Exception as error:
             if not path.exists():
                 raise
@@ -144,45 +141,37 @@ class DurableSource:
             self._delivered = None
             log.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
             return
-        here: _Source = self
-        self.buffer.start_at(here.sample_group_index)
+        self.buffer = self._new_buffer(position=self._source.sample_group_index)
         if self.buffer.position:
-            log.warning("there is no %s: what waited when rollout %s was saved is not here", path, rollout_id)
+            log.warning("there is no %s: groups that waited when rollout %s was saved are lost", path, rollout_id)
 
     # Inside.
 
-    @property
-    def _host_args(self) -> Args:
-        here: _Source = self
-        return here.args
-
-    def _there(self, function: Callable[[], T]) -> T:
-        """Call a function where groups are being written."""
-        if self._call is None:
+    def _in_loop(self, function: Callable[[], T]) -> T:
+        """Call a function in the thread that writes samples, so that it sees none half written."""
+        if self._run is None:
             return function()
-        result: T = self._call(function)
+        result: T = self._run(function)
         return result
 
     def _take(self, count: int) -> list[Group]:
-        here: _Source = self
-        if here.dataset is None and len(self.buffer) < count:
+        if self._source.dataset is None and len(self.buffer) < count:
             raise RuntimeError(
-                f"{count} groups are asked for, {len(self.buffer)} wait, and there are no prompts to draw: "
-                "add groups, or give --prompt-data and --rollout-global-dataset"
+                f"{count} groups are requested, but {len(self.buffer)} wait and there are no prompts to draw: "
+                "add groups, or set --prompt-data and --rollout-global-dataset"
             )
-        taken = self._chosen(count) if self._chooses else self.buffer.take(count)
-        if not self.keeps_account:
+        taken = self._take_filtered(count) if self._has_filter else self.buffer.take(count)
+        if not self.tracks_in_flight:
             self.buffer.done(taken)
         return taken
 
-    def _chosen(self, count: int) -> list[Group]:
-        """Groups that the host's filter chooses among those that wait, and new ones."""
-        here: _Source = self
+    def _take_filtered(self, count: int) -> list[Group]:
+        """The groups that the trainer's buffer filter chooses among the waiting ones, then new ones."""
         waiting = self.buffer.take(len(self.buffer))
         rest, chosen = list(waiting), []
         try:
             if waiting and count:
-                chosen = here.buffer_filter(here.args, None, rest, count)
+                chosen = self._source.buffer_filter(self._source.args, None, rest, count)  # which changes rest
             new = self.buffer.take(count - len(chosen))
         except BaseException:
             self.buffer.put(waiting)
@@ -192,11 +181,12 @@ class DurableSource:
         self.buffer.put([group for group in rest if id(group) in left])
         dropped = [group for group in waiting if id(group) not in kept]
         if dropped:
-            log.info("the buffer's filter dropped %d groups", len(dropped))
+            log.info("the buffer filter dropped %d groups", len(dropped))
         self.buffer.done(dropped)
         return [*chosen, *new]
 
-    def _saving(self, path: Path, rollout_id: int) -> Callable[[], None]:
+    def _packed(self, path: Path, rollout_id: int) -> Callable[[], None]:
+        """Serialize now; the result writes the file."""
         later, groups = self._delivered or (rollout_id, [])
         ahead = groups if later > rollout_id else []
         self.buffer.put(ahead)
@@ -206,68 +196,94 @@ class DurableSource:
             self.buffer.done(ahead)
 
 
-class _Placed(Buffer):
-    """A buffer whose source has been read before."""
-
-    def start_at(self, position: int) -> None:
-        """Begin behind so many groups of the source, with nothing here."""
-        self._waiting, self._in_flight = {}, {}
-        self._groups, self._position, self._drawn = None, position, position
-
-
 class _Prompts:
-    """The host's groups, one at a time, from where the host has got to; that can be set."""
+    """The trainer's prompts as a source for :class:`~streamfold.rollout.buffer.Buffer`, one group at a time."""
 
-    def __init__(self, source: _Source, draw: Callable[[_Source], Group], package: str) -> None:
+    def __init__(self, source: TrainerSource, draw: Callable[[], Group], package: str) -> None:
         self._source = source
         self._draw = draw
         self._package = package
 
     def __iter__(self) -> Iterator[Group]:
         while True:
-            yield self._draw(self._source)
+            yield self._draw()
 
     def seek(self, position: int) -> None:
-        """Go behind so many groups. The host's own file says the same, if it was not lost on the way."""
+        """Continue behind that many groups. The trainer's own file says the same, unless it was lost or replaced."""
         source = self._source
-        told = source.sample_group_index
-        if told == position:
+        drawn = source.sample_group_index
+        if drawn == position:
             return
-        log.warning("%s's own state tells of %d groups, ours of %d: ours counts", self._package, told, position)
-        if told > position:
+        log.warning("%s's own state is after %d groups, ours after %d: ours is used", self._package, drawn, position)
+        if drawn > position:
             for name in _COUNTERS:
                 setattr(source, name, 0)
             if getattr(source.args, "rollout_shuffle", False):
                 source.dataset.shuffle(0)
         while source.sample_group_index < position:
-            self._draw(source)
+            self._draw()
 
 
 def _path(folder: str, rollout_id: int | None) -> Path:
     return Path(folder) / "rollout" / f"streamfold_buffer_{rollout_id}"
 
 
-def data_source(host: Host) -> type[Any]:
-    """The class that is both the host's and ours: ``DataSource`` of our module for it.
+def durable_buffer(data_source: TrainerSource) -> DurableBuffer | None:
+    """The durable buffer of our ``DataSource``; None: it is another data source."""
+    durable = getattr(data_source, "durable", None)
+    return durable if isinstance(durable, DurableBuffer) else None
+
+
+def data_source_class(integration: Integration) -> type[Any]:
+    """``DataSource`` of :mod:`streamfold.slime` or :mod:`streamfold.vime`: a subclass of the trainer's own class.
 
     Raises:
-        ModuleNotFoundError: the host is not installed.
+        ModuleNotFoundError: the trainer is not installed.
     """
     try:
-        module: Any = host.module("rollout.data_source")
+        module: Any = integration.module("rollout.data_source")
     except ModuleNotFoundError:  # older releases
-        module = host.module("ray.rollout_data_source")
-    sample_type = host.module("utils.types").Sample
-    return _made(host.package, module.RolloutDataSource, module.RolloutDataSourceWithBuffer, sample_type)
+        module = integration.module("ray.rollout_data_source")
+    sample_type = integration.module("utils.types").Sample
+    return _subclass(integration.package, module.RolloutDataSource, module.RolloutDataSourceWithBuffer, sample_type)
 
 
-@functools.cache
-def _made(package: str, plain: Any, buffered: Any, sample_type: type[Any]) -> type[Any]:  # noqa: ANN401  # the host's
-    members = {
-        "__doc__": DurableSource.__doc__,
-        "__module__": f"streamfold.{package}",
-        "_package": package,
-        "_draw": staticmethod(lambda source: plain.get_samples(source, 1)[0]),
-        "_sample_type": sample_type,
-    }
-    return type("DataSource", (DurableSource, buffered), members)
+@functools.cache  # one class for each installed trainer, so that isinstance works
+def _subclass(package: str, prompts_only: Any, with_buffer: Any, sample_type: type[Any]) -> type[Any]:  # noqa: ANN401
+    class DataSource(with_buffer):  # type: ignore[misc]  # the trainer's class is known at run time only
+        """The trainer's ``RolloutDataSourceWithBuffer``, with a buffer that is saved and loaded with the checkpoint.
+
+        Attributes:
+            durable: what our rollout functions report their groups to.
+            buffer: its groups, a :class:`~streamfold.Buffer`.
+        """
+
+        __module__ = f"streamfold.{package}"
+        __qualname__ = "DataSource"
+
+        def __init__(self, args: Args) -> None:
+            super().__init__(args)
+            self.durable = DurableBuffer(self, lambda: prompts_only.get_samples(self, 1)[0], sample_type, package)
+            self.buffer = self.durable.buffer
+
+        def get_samples(self, num_samples: int) -> list[Group]:
+            return self.durable.take(num_samples)
+
+        def add_samples(self, samples: list[Group]) -> None:
+            self.durable.put(samples)
+
+        def done(self, groups: list[Group]) -> None:
+            self.durable.done(groups)
+
+        def get_buffer_length(self) -> int:
+            return len(self.buffer)
+
+        def save(self, rollout_id: int) -> None:
+            self.durable.save(rollout_id)
+            super().save(rollout_id)  # second: alone it would be a state that has lost the buffer
+
+        def load(self, rollout_id: int | None = None) -> None:
+            self.durable.load(rollout_id, super().load)
+            self.buffer = self.durable.buffer
+
+    return DataSource

@@ -1,4 +1,4 @@
-"""One sample of a trainer, generated: what its adapters' ``generate_streaming`` have in common."""
+"""``generate_streaming`` of all trainers: generate one sample, resume it, and write each call's result to it once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
-from streamfold.integrations import base as hosts
-from streamfold.integrations.base import notes_of
+from streamfold.integrations.base import SampleRequest, metadata_of, router_url
+from streamfold.integrations.clients import client_handle
+from streamfold.integrations.settings import Settings
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import FINISHED_AS
@@ -17,120 +18,159 @@ from streamfold.samples.metadata import FINISHED_AS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from streamfold.integrations.base import Args, Host, HostSample
-    from streamfold.samples.completion import Extra
+    from streamfold.integrations.base import Integration, TrainerSample
+    from streamfold.integrations.clients import ClientHandle
+    from streamfold.integrations.settings import Args
 
-__all__ = ["generate", "seat_of"]
+__all__ = ["client_for", "generate_sample"]
 
 
-async def generate(
-    host: Host, args: Args, sample: HostSample, sampling_params: Mapping[str, Any], *, evaluation: bool
-) -> HostSample:
-    """Generate the response of one sample, or go on with it, and write what came of each call: once, however it ends.
-
-    See :func:`streamfold.slime.generate_streaming` for arguments, result and errors.
-    """
-    rollout = host.rollout
-    state = rollout.GenerateState(args)
-    _check(host, args, sample)
-    statuses = type(sample.status)
-    ended_as = _noted_end(sample)
-    if ended_as is not None:
-        sample.status = statuses[ended_as]
+async def generate_sample(
+    integration: Integration,
+    args: Args,
+    sample: TrainerSample,
+    sampling_params: Mapping[str, Any],
+    *,
+    evaluation: bool,
+) -> TrainerSample:
+    """Generate the response of one sample; see :func:`streamfold.slime.generate_streaming` for arguments and errors."""
+    state = integration.rollout_module.GenerateState(args)
+    _check(integration, args, sample)
+    if _restore_status(sample):
         return sample
-    prompt_ids = rollout._prepare_prompt_ids(sample, state.tokenizer, state.processor)  # noqa: SLF001  # the host's
-    if not sample.tokens:
-        sample.tokens = list(prompt_ids)
-    seat = await seat_of(host, args, sample)
-    eos = getattr(state.tokenizer, "eos_token_id", None)
-    seat.ends.update(eos if isinstance(eos, (list, tuple)) else () if eos is None else (eos,))
-    params = host.params(args, sample, sampling_params, evaluation=evaluation)
+    _set_prompt_ids(integration, sample, state)
+    settings = Settings.of(args)
+    handle = await client_for(integration, args, settings, sample)
+    handle.stop_ids.update(_eos_ids(state.tokenizer))
+    request = SampleRequest(
+        args=args,
+        sample=sample,
+        settings=settings,
+        handle=handle,
+        headers=_headers(integration, args, sample),
+        abort=handle.abort_signal(state),
+    )
+    params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     budget = None if limit is None else limit - sample.response_length
-    headers = _headers(host, args, sample)
-    abort = seat.abort_signal(state)
-    with (
-        host.span(sample, "generate", max_new_tokens=budget) as span,
-        seat.watched(abort),
-    ):
+    with integration.span(sample, "generate", max_new_tokens=budget) as span, handle.watch(request.abort):
         try:
-            extra: Extra | None = {}
-            if budget is None or budget > 0:
-                extra = await host.besides(args, sample, seat, headers, abort)
-            if extra is None:
-                sample.status = statuses.ABORTED
-                return sample
-            options = CompletionOptions(
-                tokenizer=state.tokenizer,
-                stop_ids=seat.ends,
-                headers=headers,
-                extra=extra,
-                aborted=abort,
-                resume_aborts=False,
-                on_generation=partial(host.describe, span),
-            )
-            resume = hosts.resume_policy(args)
-            await complete(seat.client, sample, params, resume=resume, options=options, args=args)
+            await _complete(integration, request, params, budget=budget, tokenizer=state.tokenizer, span=span)
         except BaseException as error:
-            if sample.status is statuses.PENDING:  # nothing could be written
-                sample.status = statuses.ABORTED
-            if isinstance(error, StreamTruncated) and host.aborts_silently and abort.is_set():
-                return sample  # that was the end of a request which the host has aborted
-            if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
-                # The engine was faster than the abort, but the host takes the sample for a partial one.
-                sample.metadata = {
-                    **notes_of(sample),
-                    FINISHED_AS: {"at": sample.response_length, "as": sample.status.name},
-                }
+            _settle_status(sample, error)
+            if (
+                isinstance(error, StreamTruncated)
+                and integration.may_abort_without_finish_reason
+                and request.abort.is_set()
+            ):
+                return sample  # the trainer aborted this request
             raise
     return sample
 
 
-async def seat_of(host: Host, args: Args, sample: HostSample = None) -> hosts.Seat:
-    """Where a sample's calls are made from in the running event loop; without one, those of the usual model."""
-    return await hosts.seat(host, args, _router(host, args, sample), _experts(host, args))
+async def client_for(
+    integration: Integration, args: Args, settings: Settings, sample: TrainerSample = None
+) -> ClientHandle:
+    """The running event loop's client for a sample's router; without a sample, for the default one."""
+    url = integration.model_router(args, sample, settings)
+    if url is None:
+        url = router_url(integration.engine_option(args, "router_ip"), integration.engine_option(args, "router_port"))
+    return await client_handle(integration.engine, url, settings, _experts(integration, args))
 
 
-def _check(host: Host, args: Args, sample: HostSample) -> None:
-    """Refuse what cannot end well before anything is asked for."""
+async def _complete(
+    integration: Integration,
+    request: SampleRequest,
+    params: dict[str, Any],
+    *,
+    budget: int | None,
+    tokenizer: Any,  # noqa: ANN401  # the trainer's
+    span: object,
+) -> None:
+    """Send requests until the sample is finished or aborted."""
+    sample = request.sample
+    extra = await integration.extra_payload(request) if budget is None or budget > 0 else {}
+    if extra is None:
+        sample.status = type(sample.status).ABORTED
+        return
+    options = CompletionOptions(
+        tokenizer=tokenizer,
+        stop_ids=request.handle.stop_ids,
+        headers=request.headers,
+        extra=extra,
+        aborted=request.abort,
+        resume_aborts=False,
+        on_generation=partial(integration.update_span, span),
+    )
+    client, resume = request.handle.client, request.settings.resume
+    await complete(client, sample, params, resume=resume, options=options, args=request.args)
+
+
+def _check(integration: Integration, args: Args, sample: TrainerSample) -> None:
+    """Raise ValueError for what cannot succeed, before any request leaves."""
     if getattr(args, "use_score_centering", False):
-        raise ValueError("use_score_centering needs scores that a stream does not carry: switch one of the two off")
+        raise ValueError("use_score_centering needs scores that streaming does not carry: switch one of the two off")
     if getattr(args, "ci_test", False) and not isinstance(sample.prompt, str):
         raise ValueError(f"with ci_test the prompt must be a str, not {type(sample.prompt).__name__}")
     if not hasattr(sample, "append_response_tokens"):
-        raise ValueError(f"samples of this {host.package} have no append_response_tokens: a newer release is needed")
+        raise ValueError(
+            f"samples of this {integration.package} have no append_response_tokens: a newer release is needed"
+        )
     check_ready(sample)
 
 
-def _noted_end(sample: HostSample) -> str | None:
-    """The status that was noted for the response as it is. The note is taken away, as it holds no longer."""
-    notes = notes_of(sample)
-    if FINISHED_AS not in notes:
-        return None
-    sample.metadata = {key: value for key, value in notes.items() if key != FINISHED_AS}
-    noted: dict[str, Any] = notes[FINISHED_AS]
-    status: str = noted["as"]
-    return status if noted["at"] == sample.response_length > 0 else None
+def _set_prompt_ids(integration: Integration, sample: TrainerSample, state: Any) -> None:  # noqa: ANN401
+    """Tokenize the prompt as the trainer does, unless the sample has tokens."""
+    prepare = integration.rollout_module._prepare_prompt_ids  # noqa: SLF001  # the trainer's
+    prompt_ids = prepare(sample, state.tokenizer, state.processor)
+    if not sample.tokens:
+        sample.tokens = list(prompt_ids)
 
 
-def _headers(host: Host, args: Args, sample: HostSample) -> dict[str, str]:
+def _eos_ids(tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401  # the trainer's
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+
+
+def _settle_status(sample: TrainerSample, error: BaseException) -> None:
+    """After an error: never leave a sample PENDING, and keep the status of a response that finished nevertheless."""
+    statuses = type(sample.status)
+    if sample.status is statuses.PENDING:  # nothing could be written
+        sample.status = statuses.ABORTED
+    if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
+        # The response finished before the abort took effect, but the trainer takes a cancelled sample for partial.
+        note = {"at": sample.response_length, "as": sample.status.name}
+        sample.metadata = {**metadata_of(sample), FINISHED_AS: note}
+
+
+def _restore_status(sample: TrainerSample) -> bool:
+    """Set the status that :func:`_settle_status` kept, if the response has not changed; remove the note."""
+    metadata = metadata_of(sample)
+    if FINISHED_AS not in metadata:
+        return False
+    sample.metadata = {key: value for key, value in metadata.items() if key != FINISHED_AS}
+    note: dict[str, Any] = metadata[FINISHED_AS]
+    if note["at"] != sample.response_length or not sample.response_length:
+        return False
+    sample.status = type(sample.status)[note["as"]]
+    return True
+
+
+def _headers(integration: Integration, args: Args, sample: TrainerSample) -> dict[str, str]:
     session = getattr(sample, "session_id", None)
-    if session and getattr(args, "router_policy", None) == host.session_policy:
-        return {host.session_header: session}
+    if session and getattr(args, "router_policy", None) == integration.session_policy:
+        return {integration.session_header: session}
     return {}
 
 
-def _router(host: Host, args: Args, sample: HostSample) -> str:
-    """The address of the router to ask: that of the model that is named, or the only one."""
-    model = host.model(args, sample)
-    return model[1] if model else hosts.address(host.option(args, "router_ip"), host.option(args, "router_port"))
-
-
-def _experts(host: Host, args: Args) -> Experts | None:
+def _experts(integration: Integration, args: Args) -> Experts | None:
+    """The shape of routed experts, if the trainer replays them."""
     if not getattr(args, "use_rollout_routing_replay", False):
         return None
     layers, top_k = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
     if layers is None or top_k is None:
         raise ValueError("use_rollout_routing_replay needs args.num_layers and args.moe_router_topk")
-    count = getattr(args, "num_experts", None)
-    return Experts(layers, top_k, count, host.experts_dtype(count))
+    num_experts = getattr(args, "num_experts", None)
+    return Experts(layers, top_k, num_experts, integration.experts_dtype(num_experts))

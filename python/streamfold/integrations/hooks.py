@@ -1,4 +1,9 @@
-"""The host's functions around a sample, as a rollout of ours calls them: generators, sample hooks, and rewards."""
+"""The trainer's functions as our rollouts call them: generate functions, sample hooks, rewards and filters.
+
+They are those of ``--custom-generate-function-path``, ``--rollout-sample-hook-path``, ``--custom-rm-path``,
+``--group-rm``, ``--dynamic-sampling-filter-path``, ``--rollout-sample-filter-path`` and
+``--rollout-all-samples-process-path``.
+"""
 
 from __future__ import annotations
 
@@ -7,136 +12,151 @@ import contextlib
 import copy
 import inspect
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.client.abort_signal import AbortSignal
-from streamfold.rollout import groups as rules
+from streamfold.rollout.groups import is_finished, restart_samples, sort_key, unfinished_samples
 from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from streamfold.client.client import Client
-    from streamfold.integrations.base import Args, Host, HostSample
+    from streamfold.integrations.base import Integration, TrainerSample
+    from streamfold.integrations.settings import Args
+    from streamfold.rollout.groups import Group
 
-__all__ = ["HostGenerate", "HostRewards"]
+__all__ = ["GroupFilters", "RewardModel", "SampleGenerator"]
 
 log = logging.getLogger("streamfold")
 
-_State: TypeAlias = Any  # the host's own, whose releases differ
+State: TypeAlias = Any  # the trainer's GenerateState
 
 
-class HostGenerate:
-    """Generates a sample by the function that the host would take, and shows it to the host's hooks."""
+class SampleGenerator:
+    """Generates a sample with the function that the trainer would use, then calls the trainer's sample hooks.
 
-    def __init__(self, host: Host, args: Args, state: _State, client: Client, rewards: HostRewards) -> None:
-        self._host = host
+    Samples that the engine aborted by itself, as it does before it loads new weights, are resumed (with
+    ``--partial-rollout``) or restarted, up to ``client.retries.tries`` times.
+    """
+
+    def __init__(
+        self, integration: Integration, args: Args, state: State, client: Client, reward_model: RewardModel
+    ) -> None:
+        self._integration = integration
         self._args = args
         self._state = state
         self._retries = client.retries
-        self._rewards = rewards
-        self._hooks = host.find("rollout.sample_hooks", "apply_rollout_sample_hooks")
+        self._reward_model = reward_model
+        self._hooks = integration.find("rollout.sample_hooks", "apply_rollout_sample_hooks")
         if not getattr(args, "rollout_sample_hook_path", None):
             self._hooks = None
 
-    def abort_mode(self, sample: HostSample) -> str:
-        """How the sample's generator is ended early."""
+    def abort_mode(self, sample: TrainerSample) -> str:
+        """How the sample's generate function is aborted: "request" or "server"."""
         return str(getattr(self._function(sample), "abort_mode", "server"))
 
     async def __call__(
-        self, sample: HostSample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]
+        self, sample: TrainerSample, sampling_params: dict[str, Any], *, aborted: Callable[[], bool]
     ) -> Any:  # noqa: ANN401
-        """The sample, or what was made of it."""
+        """The sample, or the list of samples that the function made of it."""
         try:
-            made = await self._generated(sample, sampling_params, AbortSignal.of(aborted))
+            made = await self._generate(sample, sampling_params, AbortSignal.of(aborted))
         except asyncio.CancelledError:
-            if self._hooks is None or not rules.is_finished(sample):
+            if self._hooks is None or not is_finished(sample):
                 raise
-            made = sample  # the engine was faster: the cancel comes too late, as in what follows
-        if self._hooks is not None and made and not rules.open_ones([made]):
-            made = await _whole(self._hooks(self._args, made, evaluation=False))
+            made = sample  # it finished before the cancel took effect
+        if self._hooks is not None and made and not unfinished_samples([made]):
+            made = await _finish_despite_cancel(self._hooks(self._args, made, evaluation=False))
         if isinstance(made, list):
-            self._rewards.remember(made)
+            self._reward_model.judge_together(made)
         return made
 
-    def _function(self, sample: HostSample) -> Callable[..., Awaitable[Any]]:
+    def _function(self, sample: TrainerSample) -> Callable[..., Awaitable[Any]]:
         path = getattr(sample, "generate_function_path", None)
         path = path or getattr(self._args, "custom_generate_function_path", None)
-        return self._host.load(path or self._host.generator)
+        return self._integration.load_function(path or self._integration.generate_path)
 
-    async def _generated(self, sample: HostSample, sampling_params: dict[str, Any], aborted: AbortSignal) -> Any:  # noqa: ANN401
+    async def _generate(self, sample: TrainerSample, sampling_params: dict[str, Any], abort: AbortSignal) -> Any:  # noqa: ANN401
         function = self._function(sample)
-        told = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
-        if "sampling_seed" in sampling_params:  # our loop's name for it; the generator may be the host's
-            sampling_params[self._host.seed] = sampling_params.pop("sampling_seed")
+        options = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
+        if "sampling_seed" in sampling_params:  # the rollout's name for it; the trainer's generators know the engine's
+            sampling_params[self._integration.seed_param] = sampling_params.pop("sampling_seed")
         failures = 0
-        for left in range(self._retries.tries - 1, -1, -1):
+        for tries_left in range(self._retries.tries - 1, -1, -1):
             before = sample.response_length
-            with self._rank():
-                made = await function(self._args, sample, copy.deepcopy(sampling_params), **told)
-            if isinstance(made, list) or made is None or made.status.name != "ABORTED" or aborted() or not left:
+            with self._dp_rank():
+                made = await function(self._args, sample, copy.deepcopy(sampling_params), **options)
+            if not _is_aborted_sample(made) or abort.is_set() or not tries_left:
                 break
-            # Nobody here has asked for that: engines abort what they have before they take new weights.
             sample = made
             failures = 1 if sample.response_length > before else failures + 1
-            self._make_ready(sample)
-            await aborted.wait(self._retries.pause(failures))
+            self._prepare_retry(sample)
+            await abort.wait(self._retries.pause(failures))
         return made
 
-    def _make_ready(self, sample: HostSample) -> None:
-        """Let a sample go on, or start again, as after any abort."""
-        log.info("sample %s was aborted by its engine after %d tokens", sample.index, sample.response_length)
+    def _prepare_retry(self, sample: TrainerSample) -> None:
+        """Prepare a sample that the engine aborted: to be resumed with ``--partial-rollout``, else to be restarted."""
+        log.info("the engine aborted sample %s after %d tokens; retrying", sample.index, sample.response_length)
         if not getattr(self._args, "partial_rollout", False):
-            rules.start_again([sample])
+            restart_samples([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
             sample.loss_mask = [0] * sample.response_length
         add_counts(sample, resumed=1)
 
-    def _rank(self) -> contextlib.AbstractContextManager[Any]:
-        """The host's own balance of data-parallel ranks, which generators may look at."""
+    def _dp_rank(self) -> contextlib.AbstractContextManager[Any]:
+        """The trainer's own balancing of data-parallel ranks, which generate functions may use."""
         context = getattr(self._state, "dp_rank_context", contextlib.nullcontext)
         rank: contextlib.AbstractContextManager[Any] = context()
         return rank
 
 
-class HostRewards:
-    """Asks the host for rewards: of a sample, of a group, or at once of all samples that were made of one."""
+class RewardModel:
+    """The trainer's ``rm_hub``: the reward of a sample, of a group, or of all samples that were made of one."""
 
-    def __init__(self, host: Host, args: Args) -> None:
-        self._host = host
+    def __init__(self, integration: Integration, args: Args) -> None:
+        self._integration = integration
         self._args = args
-        self._made: dict[int, _Together] = {}
+        self._batches: dict[int, _Batch] = {}  # by the id of each sample
 
-    def remember(self, samples: list[HostSample]) -> None:
-        """Let samples be judged together, as the host does with those that one generation made."""
-        together = _Together(samples)
-        self._made.update({id(sample): together for sample in samples if sample.reward is None})
+    def judge_together(self, samples: list[TrainerSample]) -> None:
+        """Judge samples in one call, as the trainer does with those that one generate call returned."""
+        batch = _Batch(samples)
+        self._batches.update({id(sample): batch for sample in samples if sample.reward is None})
 
-    async def __call__(self, judged: HostSample | list[HostSample]) -> Any:  # noqa: ANN401
-        """The reward, or one for each."""
-        rm_hub: Any = self._host.module("rollout.rm_hub")
+    def judge_lists_together(self, groups: list[Group]) -> None:
+        """Do so for each list of samples in groups that were taken from the data source."""
+        elements: list[Any] = [element for group in groups for element in group]  # samples, or lists of them
+        for element in elements:
+            if isinstance(element, list):
+                self.judge_together(element)
+
+    async def __call__(self, judged: TrainerSample | list[TrainerSample]) -> Any:  # noqa: ANN401
+        """The reward of a sample, or the rewards of a list of them."""
+        rm_hub: Any = self._integration.module("rollout.rm_hub")
         if isinstance(judged, list):
             return await rm_hub.batched_async_rm(self._args, judged)
-        together = self._made.get(id(judged))
-        if together is None:
+        batch = self._batches.get(id(judged))
+        if batch is None:
             return await rm_hub.async_rm(self._args, judged)
-        reward = await together.reward(judged, lambda samples: rm_hub.batched_async_rm(self._args, samples))
-        del self._made[id(judged)]
+        reward = await batch.reward(judged, lambda samples: rm_hub.batched_async_rm(self._args, samples))
+        del self._batches[id(judged)]
         return reward
 
 
 @dataclass(eq=False)
-class _Together:
-    """Samples whose rewards come from one call, for whoever of them asks first."""
+class _Batch:
+    """Samples whose rewards come from one call, which the first caller starts and the others await."""
 
-    samples: list[HostSample]
+    samples: list[TrainerSample]
     waiting: int = 0
     task: asyncio.Task[dict[int, Any]] | None = None
 
-    async def reward(self, sample: HostSample, ask: Callable[[list[HostSample]], Awaitable[list[Any]]]) -> Any:  # noqa: ANN401
-        """The reward of one of them. The call is cut when nobody waits for it any more."""
-        task = self.task = self.task or asyncio.ensure_future(self._ask(ask))
+    async def reward(self, sample: TrainerSample, judge: Callable[[list[TrainerSample]], Awaitable[list[Any]]]) -> Any:  # noqa: ANN401
+        """The reward of one of them. The call is cancelled once all callers are."""
+        task = self.task = self.task or asyncio.ensure_future(self._judge(judge))
         self.waiting += 1
         try:
             await asyncio.wait([task])
@@ -149,16 +169,75 @@ class _Together:
                     await asyncio.wait([task])
         return task.result()[id(sample)]
 
-    async def _ask(self, ask: Callable[[list[HostSample]], Awaitable[list[Any]]]) -> dict[int, Any]:
-        asked = [sample for sample in self.samples if sample.reward is None]
-        rewards = await ask(asked)
-        if len(rewards) != len(asked):
-            raise ValueError(f"the reward function gave {len(rewards)} rewards for {len(asked)} samples")
-        return {id(sample): reward for sample, reward in zip(asked, rewards, strict=True)}
+    async def _judge(self, judge: Callable[[list[TrainerSample]], Awaitable[list[Any]]]) -> dict[int, Any]:
+        samples = [sample for sample in self.samples if sample.reward is None]
+        rewards = await judge(samples)
+        if len(rewards) != len(samples):
+            raise ValueError(f"the reward function returned {len(rewards)} rewards for {len(samples)} samples")
+        return {id(sample): reward for sample, reward in zip(samples, rewards, strict=True)}
 
 
-async def _whole(work: Awaitable[Any]) -> Any:  # noqa: ANN401
-    """Await what is not to be cut in the middle: a cancel comes too late for it, and only a second one cuts it."""
+class GroupFilters:
+    """The dynamic filter, and the trainer's functions that see the groups of a rollout.
+
+    Args:
+        integration: the trainer.
+        args: its options.
+        data_source: passed to the function of ``--rollout-all-samples-process-path``.
+        batch: how many groups a rollout needs; None: a pool, which has no batch that could be too small.
+    """
+
+    def __init__(self, integration: Integration, args: Args, data_source: Any, *, batch: int | None) -> None:  # noqa: ANN401
+        self._args = args
+        self._data_source = data_source
+        self._batch = batch
+        self._drops: Counter[str] = Counter()
+        self._finished: list[Group] = []  # for --rollout-all-samples-process-path
+        self._dynamic = _function(integration, args, "dynamic_sampling_filter_path")
+        self._on_batch = _function(integration, args, "rollout_sample_filter_path")
+        self._on_finished = _function(integration, args, "rollout_all_samples_process_path")
+
+    def keeps(self, group: Group, others: int) -> tuple[bool, str | None]:
+        """Whether the trainer gets a finished group, while ``others`` are ready or in flight; if not, the reason."""
+        if self._on_finished is not None:
+            self._finished.append(group)
+        if self._dynamic is None:
+            return True, None
+        verdict = self._dynamic(self._args, group)
+        is_insufficient = self._batch is not None and others < self._batch
+        if getattr(verdict, "keep", verdict) or (is_insufficient and getattr(verdict, "keep_when_insufficient", False)):
+            return True, None
+        reason = getattr(verdict, "reason", None)
+        if reason:
+            self._drops[reason] += 1
+        return False, reason
+
+    def show_batch(self, groups: list[Group]) -> None:
+        """Call the function that sees the groups of a rollout, and the one that sees every group that finished."""
+        finished, self._finished = self._finished, []
+        if self._on_batch is not None:
+            self._on_batch(self._args, groups)
+        if self._on_finished is not None:
+            self._on_finished(self._args, sorted(finished, key=sort_key), self._data_source)
+
+    def take_metrics(self) -> dict[str, float]:
+        """How many groups the dynamic filter has dropped since the last call, by its reasons; slime's names."""
+        drops, self._drops = self._drops, Counter()
+        return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in drops.items()}
+
+
+def _function(integration: Integration, args: Args, option: str) -> Callable[..., Any] | None:
+    """The function whose dotted path an option gives."""
+    path = getattr(args, option, None)
+    return None if path is None else integration.load_function(path)
+
+
+def _is_aborted_sample(made: Any) -> bool:  # noqa: ANN401  # of any generate function
+    return made is not None and not isinstance(made, list) and made.status.name == "ABORTED"
+
+
+async def _finish_despite_cancel(work: Awaitable[Any]) -> Any:  # noqa: ANN401
+    """Await work that one cancel does not interrupt; a second one does."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task])

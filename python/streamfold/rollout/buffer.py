@@ -1,8 +1,8 @@
-"""Groups on their way between a source of prompts and the trainer, kept safe from the death of the process.
+"""``Buffer``: the groups between a source of prompts and the trainer, which can be saved and loaded with a checkpoint.
 
-A rollout that is cut leaves partial groups, and one that starts more than it needs leaves finished ones. They wait
-here, and are served before anything new. :meth:`Buffer.save` writes down all that is neither in the source any more nor
-with the trainer yet, so that after a restart from that file no group comes twice, and none is missing.
+An aborted rollout leaves partial groups, and one with over-sampling leaves finished groups that were not needed. They
+wait here, and are given to the next rollout before new ones. :meth:`Buffer.save` writes every group that has left the
+source and has not reached the trainer, so that after a restart no group is missing and none is given twice.
 """
 
 from __future__ import annotations
@@ -10,70 +10,81 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from streamfold._types import SampleLike
-from streamfold.rollout import serialization as archive
+from streamfold.rollout import serialization
+from streamfold.rollout.opaque import Opaque, type_name
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
-__all__ = ["Buffer", "Group", "SavedSample"]
+    from streamfold.rollout.groups import AnyGroup, Group
 
-Group: TypeAlias = list[Any]
-"""The samples of one prompt, each a ``SampleLike``; where a generate function made several of one, a list of them."""
+__all__ = ["Buffer", "Opaque", "SavedSample"]
 
-# What a file calls our own sample, wherever the class may move to.
+# The name of our sample type in files. It does not change if the class is moved.
 _OURS: Final = "streamfold.Sample"
 
 
 class SavedSample(SampleLike, Protocol):
-    """What saving and loading need of a host's sample. Ours is saved field by field, without these."""
+    """A sample type that a buffer can save. ``Sample`` is saved field by field, without these methods."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values and arrays."""
+        """All fields; arrays of numpy and torch may be among the values."""
+        ...
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SampleLike:
-        """The sample that :meth:`to_dict` told."""
+        """The sample with the fields that :meth:`to_dict` returned."""
+        ...
 
 
 class Buffer:
-    """Groups that wait, and those in flight, between a source of prompts and the trainer.
+    """The groups that wait and those that are in flight, between a source of prompts and the trainer.
 
-    Each group of the source is at any time in exactly one place: not yet drawn, waiting, in flight, or done. A group is
-    known by the ``group_index`` of its first sample, so it may come back as another list; without one, by the identity
-    of its list. Indices must differ among the groups that are here, from epoch to epoch too.
+    Every group of the source is at any time in exactly one place: not drawn yet, waiting, in flight, or done. A group
+    is identified by the ``group_index`` of its first sample, so it may be put back as another list; without a
+    ``group_index`` by the identity of its list. No two groups in the buffer may have the same index, also not if they
+    are of different epochs.
 
-    All calls come from the thread in which samples are written: a save looks into those in flight.
+    Call all methods in the thread that writes the samples: saving reads those in flight.
 
     Args:
-        source: groups, read one at a time when they are needed; it may be endless. A host's data source makes one::
+        source: groups, as of :func:`~streamfold.prompt_groups`, which are drawn one at a time when they are needed; it
+            may be infinite. For the data source of a host::
 
-            def groups(data_source):
-                while drawn := data_source.get_samples(1):
-                    yield from drawn
+                def groups(data_source):
+                    while drawn := data_source.get_samples(1):
+                        yield from drawn
 
-            After :meth:`load` as many groups are drawn and dropped as had been drawn before, so it has to give the same
-            ones again; a source that has ``seek(position)`` is told how many instead.
-        sample_type: of all samples here. What is not ours is saved by its ``to_dict`` and made again by its
-            ``from_dict``; what ``to_dict`` gives may hold arrays of numpy and torch, which come back on the CPU.
+            After :meth:`load` as many groups are drawn and dropped as had been drawn before, so the source must give
+            the same groups again. If it has a method ``seek(position)``, that is called instead.
+        sample_type: the type of all samples here. Other types than ``Sample`` are saved by their ``to_dict`` and
+            restored by their ``from_dict``. Tensors are restored on the CPU.
+        position: how many groups were drawn before the first one that ``source`` gives.
     """
 
-    def __init__(self, source: Iterable[Group] | None = None, sample_type: type[SavedSample] = Sample) -> None:
+    def __init__(
+        self, source: Iterable[AnyGroup] | None = None, sample_type: type[SavedSample] = Sample, *, position: int = 0
+    ) -> None:
         self._source = source
         self._sample_type = sample_type
-        self._waiting: dict[Hashable, Group] = {}  # oldest first, as in every dict
+        self._waiting: dict[Hashable, Group] = {}  # oldest first
         self._in_flight: dict[Hashable, Group] = {}
-        self._position = 0
-        self._groups: Iterator[Group] | None = None  # the source as it is being read,
-        self._drawn = 0  # and how far that is: after a load it has to catch up
+        self._position = position
+        self._iterator: Iterator[Group] | None = None  # of the source
+        self._drawn = position  # by the iterator: less than _position after a load, until it has caught up
 
     def __len__(self) -> int:
         """Groups that wait."""
         return len(self._waiting)
+
+    def __repr__(self) -> str:
+        kind = "" if self._sample_type is Sample else f" of {_name_of_type(self._sample_type)}"
+        return f"<Buffer{kind}: {len(self)} groups wait, {self.in_flight} in flight, {self._position} drawn>"
 
     @property
     def in_flight(self) -> int:
@@ -82,17 +93,17 @@ class Buffer:
 
     @property
     def position(self) -> int:
-        """Groups drawn from the source, from its beginning."""
+        """Groups that were drawn from the source since its beginning."""
         return self._position
 
     def take(self, n: int) -> list[Group]:
-        """Give the ``n`` groups that have waited longest, then new ones; they are in flight from now on.
+        """Return ``n`` groups, which are in flight then: those that have waited longest, then new ones of the source.
 
-        Fewer come only when the source has ended. If the source raises, what it gave before waits here.
+        Fewer are returned only at the end of the source. If the source raises, the groups drawn before that wait here.
 
         Raises:
-            ValueError: the source gave a group whose index is that of another one here; or after a load it ended before
-                the place where it had been.
+            ValueError: ``n`` is negative, the source gave a group with the index of another group here, or after a load
+                it ended before the position that it had when the buffer was saved.
         """
         if n < 0:
             raise ValueError(f"{n} groups cannot be taken: n must be 0 or more")
@@ -100,7 +111,8 @@ class Buffer:
             key = _key(group)
             if key in self._waiting or key in self._in_flight:
                 raise ValueError(
-                    f"the source gave {_name(group)}, but one of that index is here: go on counting from epoch to epoch"
+                    f"the source gave {_describe(group)}, but a group of that index is in the buffer: "
+                    "continue counting group_index from epoch to epoch"
                 )
             self._waiting[key] = group
         taken = list(self._waiting.items())[:n]
@@ -109,111 +121,118 @@ class Buffer:
             self._in_flight[key] = group
         return [group for _, group in taken]
 
-    def put(self, groups: Iterable[Group]) -> None:
-        """Take groups back, partial ones or finished ones that nobody needs yet; they wait behind those that wait.
-
-        A group that was never taken is welcome.
+    def put(self, groups: Iterable[AnyGroup]) -> None:
+        """Take groups back, partial or finished ones; they wait behind those that wait. They need not be of the source.
 
         Raises:
-            ValueError: a group waits already; none has been put then.
+            ValueError: a group waits already. None of the groups has been put then.
         """
-        back: dict[Hashable, Group] = {}
+        returned: dict[Hashable, AnyGroup] = {}
         for group in groups:
             key = _key(group)
-            if key in self._waiting or key in back:
+            if key in self._waiting or key in returned:
                 raise ValueError(
-                    f"{_name(group)} waits already: it was put back twice, or there are two groups of its index"
+                    f"{_describe(group)} waits already: it was put back twice, or two groups have its index"
                 )
-            back[key] = group
-        for key in back:
+            returned[key] = group
+        for key in returned:
             self._in_flight.pop(key, None)
-        self._waiting.update(back)
+        self._waiting.update(returned)
 
-    def done(self, groups: Iterable[Group]) -> None:
-        """Forget groups: they are with the trainer, or a filter dropped them.
+    def done(self, groups: Iterable[AnyGroup]) -> None:
+        """Forget groups that the trainer has got or that were dropped, whether they are in flight or wait.
 
-        In flight or waiting makes no difference, and one that is not here is none: telling it twice does no harm.
+        Idempotent; unknown groups are ignored.
         """
         for key in [_key(group) for group in groups]:
             self._in_flight.pop(key, None)
             self._waiting.pop(key, None)
 
-    # The hosts' names.
+    # The names that the hosts' data sources use, and with them `streamfold.Source`.
     get_samples = take
     add_samples = put
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file what waits and what is in flight, as it is at this moment, and how far the source is read.
+        """Write the groups that wait and those in flight, as they are at this moment, and the position in the source.
 
-        The file is replaced at once and for good, and nobody sees half of it; after an error it is what it was. It is
-        checked as a whole when it is loaded.
+        The file is replaced atomically and durably; after an error it has its old content. It is bit-exact, and has a
+        checksum. ``metadata``, ``label`` and all other fields may hold any value that can be pickled: None, bool, int,
+        float, str, bytes, list, tuple, dict, arrays and scalars of numpy, torch tensors and Pillow images are stored
+        as they are, a value of any other type is pickled; see :meth:`load`.
 
         Raises:
-            ValueError: a sample cannot be written; the message names it and the field.
-            OSError: the disk is full, or gone.
+            ValueError: a value cannot be pickled; the message names sample and field.
+            OSError: the file cannot be written.
         """
         self.saving(path)()
 
     def saving(self, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Take down now what :meth:`save` writes, and give the function that writes it, in whatever thread.
+        """Take a snapshot of what :meth:`save` writes, and return the function that writes it, in any thread.
 
-        Disks may be slow where event loops have to go on::
+        A slow disk then does not block the event loop::
 
             await asyncio.to_thread(buffer.saving(path))
 
         Raises:
-            ValueError: as :meth:`save`. The function raises the ``OSError``.
+            ValueError: as :meth:`save`. The returned function raises the ``OSError``.
         """
         content = {
             "position": self._position,
-            "sample_type": _type_name(self._sample_type),
-            "waiting": [self._told(group) for group in self._waiting.values()],
-            "in_flight": [self._told(group) for group in self._in_flight.values()],
+            "sample_type": _name_of_type(self._sample_type),
+            "waiting": [self._encode_group(group) for group in self._waiting.values()],
+            "in_flight": [self._encode_group(group) for group in self._in_flight.values()],
         }
         try:
-            return functools.partial(archive.Packed(content).write, Path(path))
-        except archive.Unwritable as error:
-            raise ValueError(f"{path} was not written: {_culprit(content, error.place)} {error.problem}") from None
+            return functools.partial(serialization.Snapshot(content).write, Path(path))
+        except serialization.UnsupportedValue as error:
+            culprit = _describe_location(content, error.location)
+            raise ValueError(f"{path} was not written: {culprit} {error.problem}") from error
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Put what a file holds in place of all that is here.
+    def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
+        """Replace the content of the buffer by that of a file.
 
-        What was in flight waits again, before what waited then, each in its order. After an error everything is as it
-        was.
+        Groups that were in flight wait again, before those that waited, in the same order. After an error the buffer is
+        unchanged.
+
+        Args:
+            path: the file that :meth:`save` wrote.
+            trusted: whether to unpickle the values that were pickled (see :meth:`save`). Unpickling can run any code,
+                so use it only for files that you wrote. Otherwise nothing in the file is run: each of these values is
+                an :class:`~streamfold.rollout.buffer.Opaque`, which is saved again unchanged.
 
         Raises:
-            ValueError: the file is damaged, of something else, of a later version or of other samples; or the source
-                cannot go back to where it had been.
-            ImportError: the file holds torch tensors, and torch is not installed.
+            ValueError: the file is damaged, of another kind, of a later version or of other samples; a pickled value
+                cannot be unpickled; or the source cannot go back to the position that it had.
+            ImportError: the file holds torch tensors or images, and torch or pillow is not installed.
             OSError: the file cannot be read.
         """
-        content = archive.load(Path(path))
-        there, here = content["sample_type"], _type_name(self._sample_type)
-        if (there == _OURS) != (here == _OURS):
+        content = serialization.load(Path(path), trusted=trusted)
+        saved, ours = content["sample_type"], _name_of_type(self._sample_type)
+        if (saved == _OURS) != (ours == _OURS):
             raise ValueError(
-                f"{path} holds samples of type {there}, but this buffer makes {here}: "
-                "give Buffer(source, sample_type=...) the type that the file holds"
+                f"{path} holds samples of type {saved}, but this buffer makes {ours}: "
+                "give Buffer(source, sample_type=...) the type in the file"
             )
         waiting: dict[Hashable, Group] = {}
-        for told in (*content["in_flight"], *content["waiting"]):
+        for encoded in (*content["in_flight"], *content["waiting"]):
             try:
-                group = self._restored(told)
+                group = self._decode_group(encoded)
             except Exception as error:
                 raise ValueError(
-                    f"{path} holds a sample of type {there} of which {here} makes none ({error!r}): "
-                    "load it where its type is as it was when it was saved"
+                    f"{path} holds a sample of type {saved} from which {ours} cannot be made ({error!r}): "
+                    "load it with the version of that type with which it was saved"
                 ) from error
             waiting[_key(group)] = group
-        self._go_to(content["position"], path)
+        self._seek(content["position"], path)
         self._waiting, self._in_flight = waiting, {}
 
     def _draw(self) -> Group | None:
-        """One more group of the source, which first catches up with our position; None at its end."""
+        """The next group of the source, after the iterator has caught up with the position; None at its end."""
         if self._source is None:
             return None
-        if self._groups is None:
-            self._groups = iter(self._source)
-        for group in self._groups:
+        if self._iterator is None:
+            self._iterator = iter(self._source)
+        for group in self._iterator:
             self._drawn += 1
             if self._drawn > self._position:
                 self._position = self._drawn
@@ -225,87 +244,94 @@ class Buffer:
             )
         return None
 
-    def _go_to(self, position: int, path: str | os.PathLike[str]) -> None:
-        """Let the source go on behind so many groups; to drop them is left to the next draw, as it cannot be undone."""
+    def _seek(self, position: int, path: str | os.PathLike[str]) -> None:
+        """Set the position. The groups before it are skipped by the next draw, as that cannot be undone."""
         if (seek := getattr(self._source, "seek", None)) is not None:
             seek(position)
-            self._groups, self._drawn = None, position
+            self._iterator, self._drawn = None, position
         elif not isinstance(self._source, Iterator):
-            self._groups, self._drawn = None, 0
+            self._iterator, self._drawn = None, 0
         elif self._drawn > position:
             raise ValueError(
                 f"{path} was saved after {position} groups of the source, but {self._drawn} have been drawn from this "
-                "one, which cannot go back: load into a new Buffer with a fresh source"
+                "iterator, which cannot go back: load into a new Buffer with a fresh source"
             )
         self._position = position
 
-    def _told(self, group: Group) -> list[Any]:
+    def _encode_group(self, group: AnyGroup) -> list[Any]:
         return [
-            [self._sample_told(sample) for sample in item] if isinstance(item, list) else self._sample_told(item)
-            for item in group
+            [self._encode_sample(sample) for sample in element]
+            if isinstance(element, list)
+            else self._encode_sample(element)
+            for element in group
         ]
 
-    def _sample_told(self, sample: SampleLike) -> dict[str, Any]:
+    def _encode_sample(self, sample: Any) -> dict[str, Any]:  # noqa: ANN401  # of our type or a host's
         name = f"sample {getattr(sample, 'index', None)} of group {getattr(sample, 'group_index', None)}"
         if type(sample) is not self._sample_type:
             raise ValueError(
-                f"{name} is of type {_type_name(type(sample))}, but this buffer would restore it as one of type "
-                f"{_type_name(self._sample_type)}: give Buffer(source, sample_type=...) the type of its samples"
+                f"{name} is of type {_name_of_type(type(sample))}, but this buffer would restore it as "
+                f"{_name_of_type(self._sample_type)}: give Buffer(source, sample_type=...) the type of its samples"
             )
         try:
-            if type(sample) is Sample:  # as it is: arrays stay arrays, and what others have added goes with it
+            if type(sample) is Sample:  # all attributes, including those that users have added; arrays stay arrays
                 return {**vars(sample), "status": Sample.Status(sample.status).value}
-            return sample.to_dict()
+            fields: dict[str, Any] = sample.to_dict()
         except Exception as error:
-            raise ValueError(f"{name} cannot be saved ({error!r}): mend it, or tell done() of its group") from error
+            raise ValueError(f"{name} cannot be saved ({error!r}): correct it, or pass its group to done()") from error
+        return fields
 
-    def _restored(self, told: list[Any]) -> Group:
-        return [
-            [self._sample(sample) for sample in item] if isinstance(item, list) else self._sample(item) for item in told
+    def _decode_group(self, encoded: list[Any]) -> Group:
+        group: AnyGroup = [
+            [self._decode_sample(fields) for fields in element]
+            if isinstance(element, list)
+            else self._decode_sample(element)
+            for element in encoded
         ]
+        return group
 
-    def _sample(self, told: dict[str, Any]) -> SampleLike:
+    def _decode_sample(self, fields: dict[str, Any]) -> Any:  # noqa: ANN401  # of our type or a host's
         if self._sample_type is not Sample:
-            return self._sample_type.from_dict(told)
+            return self._sample_type.from_dict(fields)
         sample = Sample()
-        vars(sample).update(told, status=Sample.Status(told["status"]))
+        vars(sample).update(fields, status=Sample.Status(fields["status"]))
         return sample
 
 
-def _key(group: Group) -> Hashable:
-    """What a group is known by."""
-    index = getattr(_first(group), "group_index", None)
+def _key(group: AnyGroup) -> Hashable:
+    """What identifies a group."""
+    index = getattr(_first_sample(group), "group_index", None)
     return ("list", id(group)) if index is None else ("index", index)
 
 
-def _first(group: Group) -> Any:  # noqa: ANN401  # a sample, ours or a host's; None if there is none
+def _first_sample(group: Any) -> Any:  # noqa: ANN401  # of our type or a host's; None if there is none
     if not isinstance(group, list):
-        raise TypeError(f"a group is a list of samples, not a {_type_name(type(group))}: did you mean [group]?")
-    for item in group:
-        if not isinstance(item, list):
-            return item
-        if item:
-            return item[0]
+        raise TypeError(f"a group is a list of samples, not a {_name_of_type(type(group))}: did you mean [group]?")
+    for element in group:
+        if not isinstance(element, list):
+            return element
+        if element:
+            return element[0]
     return None
 
 
-def _name(group: Group) -> str:
-    index = getattr(_first(group), "group_index", None)
+def _describe(group: AnyGroup) -> str:
+    index = getattr(_first_sample(group), "group_index", None)
     return "a group without group_index" if index is None else f"group {index}"
 
 
-def _type_name(kind: type) -> str:
-    return _OURS if kind is Sample else f"{kind.__module__}.{kind.__qualname__}"
+def _name_of_type(kind: type) -> str:
+    return _OURS if kind is Sample else type_name(kind)
 
 
-def _culprit(content: Mapping[str, Any], place: tuple[Any, ...]) -> str:
-    """The sample and the field at a place in what was to be saved."""
-    told: Any = content[place[0]][place[1]]
+def _describe_location(content: Mapping[str, Any], location: tuple[Any, ...]) -> str:
+    """The sample and the field of a value in what was to be saved."""
+    fields: Any = content[location[0]][location[1]]
     depth = 2
-    while not isinstance(told, dict):
-        told = told[place[depth]]
+    while not isinstance(fields, dict):
+        fields = fields[location[depth]]
         depth += 1
-    where = place[0] + "".join(f"[{step}]" for step in place[1:depth])
-    field, *inside = place[depth:]
+    where = location[0] + "".join(f"[{step}]" for step in location[1:depth])
+    field, *inside = location[depth:]
     shown = "".join(f"[{step!r}]" for step in inside[:4]) + "..." * (len(inside) > 4)
-    return f"sample {told.get('index')} of group {told.get('group_index')} ({where}): {field}{shown}"
+    return f"sample {fields.get('index')} of group {fields.get('group_index')} ({where}): {field}{shown}"

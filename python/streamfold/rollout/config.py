@@ -1,9 +1,11 @@
-"""How a rollout is done: one frozen object, each field with its unit."""
+"""``RolloutConfig``: the settings of ``Rollout`` and ``Pool``, checked when they are given."""
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from streamfold.client.limits import check_seconds
 
@@ -12,54 +14,57 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutConfig"]
 
-_AT_LEAST_ONE = (
+_AT_LEAST_1: Final = (
     "groups", "n_samples_per_prompt", "over_sampling", "concurrency", "starts_per_ms", "reward_threads", "dp_size",
     "group_tries",
 )  # fmt: skip
-_AT_LEAST_NONE = ("max_failures", "max_staleness")
+_AT_LEAST_0: Final = ("max_failures", "max_staleness")
+_REPR: Final = reprlib.Repr()
+_MAX_VALUE: Final = 60  # characters of one setting in a repr
+_MAX_REPR: Final = 300  # characters of a repr
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """What a rollout gives, how it is asked for, and what becomes of groups that are not at their end.
+    """How many groups a rollout gives, how they are generated, and what becomes of unfinished ones.
 
     Attributes:
-        sampling_params: as the engine has them, for the whole response of each sample. Never changed.
+        sampling_params: under the engine's names, for the whole response of each sample. Copied for each sample.
         groups: how many groups a rollout gives to the trainer.
-        n_samples_per_prompt: how many samples a group of the source must have. None: as many as it has.
-        over_sampling: how many groups the source is asked for at a time, whenever fewer than ``groups`` are finished
-            or in flight. More than ``groups`` is usual: a rollout then does not wait for its slowest. None: ``groups``.
+        n_samples_per_prompt: how many samples each group of the source must have. None: any number.
+        over_sampling: how many groups are taken from the source at a time, whenever fewer than ``groups`` are finished
+            or in flight. With more than ``groups``, a rollout does not wait for its slowest groups. None: ``groups``.
         concurrency: how many samples are in flight on each engine.
-        starts_per_ms: how many samples begin in one millisecond at most.
-        partial_rollout: whether a response that a rollout cut is gone on with in a later one. If not, its sample
-            starts again from the prompt, clean in every field.
-        mask_offpolicy: with ``partial_rollout``: set the loss mask of what earlier rollouts generated to 0, in each
-            group that is gone on with.
-        keep_finished: whether finished groups beyond ``groups`` wait in the source for the next rollout, and pass
-            through it untouched. If not they are dropped, as some hosts do; and without ``partial_rollout`` a group
-            that was cut then starts again as a whole, so that nothing outlives the rollout it was begun in.
-        group_reward: whether the reward function takes all samples of a group at once, in one list, and gives as many
-            rewards. A group with a sample that is not at its end gets none.
-        reward_threads: in how many threads a reward function that is not ``async`` runs at the same time.
-        abort_seconds: how long the end of a rollout may take, from its last group on: for engines to end what was
-            aborted, for rewards that are being computed, for generators that clean up. What is left is cancelled.
-        resume: what the built-in generator does when a stream breaks off: see
-        :func:`~streamfold.samples.completion.complete`.
-        logprobs: whether the built-in generator asks for log-probabilities.
-        stop_ids: tokens that end a response besides ``stop_token_ids``, as the tokenizer's end of sequence: an engine
-            that aborts a request does not look whether its last token would have ended it.
-        dp_size: data-parallel ranks of each engine. With more than 1 each request names the rank with the fewest
-            (``routed_dp_rank`` for SGLang 0.5.10 and newer, a header for vLLM).
-        max_staleness: a group that was begun more than so many rollouts ago (in a pool: weight versions) starts again
-            from its prompt. None: no limit.
-        seed: the i-th sample of every group gets ``sampling_seed`` ``seed + i``. None: the engine's own choice.
-        max_failures: how many groups may fail in one rollout. Those go back to the source, to be tried again in the
-            next one; one more, and the rollout ends with an error, as the fault lies elsewhere.
-        group_tries: how many rollouts a group may fail in, before it is dropped.
-        progress: whether to show a progress bar on standard error, if that is a terminal.
+        starts_per_ms: how many samples start in one millisecond at most.
+        partial_rollout: whether a response that was aborted at the end of a rollout is resumed in a later one. If not,
+            its sample is restarted from the prompt, with every field reset.
+        mask_offpolicy: with ``partial_rollout``: set the loss mask of tokens that earlier rollouts generated to 0, in
+            each group that is resumed.
+        keep_finished: whether finished groups beyond ``groups`` are returned to the source for the next rollout, which
+            gives them to the trainer unchanged. If not they are dropped, as some hosts do; and without
+            ``partial_rollout`` an aborted group is then restarted as a whole, so that no response is given in a later
+            rollout than it was started in.
+        group_reward: whether the reward function takes the list of a group's samples and returns a list of rewards. It
+            is not called for a group with an unfinished sample.
+        reward_threads: how many threads run a reward function that is not ``async`` at the same time.
+        abort_seconds: how long the abort at the end of a rollout may take, in seconds: for engines to end their
+            requests, for rewards that are being computed, for generate functions to return. Then they are cancelled.
+        resume: what the built-in generate function does when a stream breaks off; see :func:`~streamfold.complete`.
+        logprobs: whether the built-in generate function requests log-probabilities.
+        stop_ids: tokens that end a response besides ``stop_token_ids``, such as the tokenizer's EOS token. They matter
+            for aborted requests: an engine does not check whether their last token is one of these.
+        dp_size: number of data-parallel ranks of each engine. With more than 1 each request names the rank with the
+            fewest requests (as ``routed_dp_rank`` for SGLang 0.5.10 and newer, in a header for vLLM).
+        max_staleness: a group that was started more than this many rollouts ago (in a pool: weight versions) is
+            restarted from its prompt. None: no limit.
+        seed: sample i of each group gets ``sampling_seed = seed + i``. None: the engine chooses.
+        max_failures: how many groups may fail in one rollout. They are returned to the source and retried in the next
+            one. With one more the rollout ends with an error, as the groups are not the cause then.
+        group_tries: after failing in this many rollouts a group is dropped.
+        progress: whether to draw a progress bar, if stderr is a terminal.
 
     Raises:
-        ValueError: a value makes no sense; the message says which and why.
+        ValueError: a setting is invalid; the message names it.
     """
 
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
@@ -85,18 +90,32 @@ class RolloutConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_NONE, 0)):
+        for names, least in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and (type(value) is not int or value < least):
                     raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
         check_seconds("abort_seconds", self.abort_seconds, optional=False)
         if self.mask_offpolicy and not self.partial_rollout:
-            raise ValueError("mask_offpolicy is for responses that are gone on with: it needs partial_rollout")
+            raise ValueError("mask_offpolicy needs partial_rollout: without it no response is resumed")
         if self.resume not in ("continue", "restart", "raise"):
             raise ValueError(f'resume must be "continue", "restart" or "raise", not {self.resume!r}')
 
+    def __repr__(self) -> str:
+        """Only the settings that differ from their defaults, shortened."""
+        changed = [f"groups={self.groups}"]
+        for item in sorted(dataclasses.fields(self), key=lambda item: item.name == "sampling_params"):
+            default = {} if item.default is dataclasses.MISSING else item.default
+            value = getattr(self, item.name)
+            if item.name != "groups" and value != default:
+                changed.append(f"{item.name}={_shortened(_REPR.repr(value), _MAX_VALUE)}")
+        return f"RolloutConfig({_shortened(', '.join(changed), _MAX_REPR)})"
+
     @property
     def ask(self) -> int:
-        """How many groups the source is asked for at a time."""
+        """How many groups are taken from the source at a time."""
         return self.groups if self.over_sampling is None else self.over_sampling
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,6 +1,8 @@
-"""The rules of a group: the samples of one prompt, ours or a host's, which end, go back and start again together.
+"""Groups, the samples of one prompt: their type, :func:`prompt_groups`, and the rules that rollout and pool share.
 
-A group is a plain list. Where a generator made several samples of one, its element is a list of samples itself.
+A group is a plain list of :class:`~streamfold.samples.sample.Sample`. The samples of a host have the same fields and
+pass through the same code. Where a generate function returned several samples for one, the element of the group is a
+list of samples; :func:`samples_of` flattens it.
 """
 
 from __future__ import annotations
@@ -11,39 +13,54 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from streamfold.samples.metadata import START_ROLLOUT_ID
 from streamfold.samples.reset import restart
+from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from streamfold.samples.sample import Sample
+    Elements: TypeAlias = Sequence[Sample | list[Sample]]
 
 __all__ = [
-    "Group", "Source", "begun_in", "index_of", "is_begun", "is_finished", "is_over", "is_partial", "keep_indices",
-    "open_ones", "prompt_groups", "samples_of", "stamp", "start_again", "tokens_of",
+    "AnyGroup", "Group", "Source", "copy_indices", "count_tokens", "has_started", "is_complete", "is_finished",
+    "is_partial", "mark_start", "prompt_groups", "restart_samples", "samples_of", "sort_key", "start_of",
+    "unfinished_samples",
 ]  # fmt: skip
 
-Group: TypeAlias = list[Any]
+Group: TypeAlias = list[Sample]
+"""The samples of one prompt, which are judged, filtered and trained on together.
 
-# FAILED is a host's word for a result of its own generator: whatever it is, it is not for us to generate again.
+Where a generate function returned several samples for one, that element is a list of samples. Type checkers are not
+told of this case, as few users have it: ``cast`` the element, or check it with ``isinstance(element, list)``.
+"""
+
+# FAILED is a host's status for a result of its own generator, which is never generated a second time.
 _FINISHED: Final = ("COMPLETED", "TRUNCATED", "FAILED")
+
+AnyGroup: TypeAlias = list[Any]
+"""A group where it is passed in: of samples of ours or of a host's, or with elements that are lists of them."""
 
 
 class Source(Protocol):
-    """Where groups come from and go back to: a :class:`~streamfold.rollout.buffer.Buffer`, or a host's data source.
+    """Where a rollout takes groups from and returns them to: a :class:`~streamfold.Buffer`, or a host's data source.
 
-    One that has ``done(groups)`` too keeps account of what it gave away: it is told of every group, and gets back each
-    one that was not used up. Others get what a later rollout can go on with.
+    A source that also has ``done(groups)`` tracks the groups that it gave out: every group is either returned to it, or
+    passed to ``done``, when the trainer has got it or it was dropped. A source without it gets back only the groups
+    that a later rollout can use.
     """
 
     def get_samples(self, num_samples: int, /) -> list[Group]:
-        """Give so many groups, those that came back first; fewer at the source's end."""
+        """Return ``num_samples`` groups (not samples), returned ones first; fewer at the end of the source."""
+        ...
 
     def add_samples(self, samples: list[Group], /) -> object:
         """Take groups back."""
+        ...
 
 
 def prompt_groups(samples: Iterable[Sample], n_samples_per_prompt: int) -> Iterator[Group]:
-    """Make a group of each sample: so many copies, numbered through in ``index``, and ``group_index``.
+    """Make a group of each sample: ``n_samples_per_prompt`` deep copies with ``group_index`` and ``index`` set.
+
+    Both are counted from 0: ``group_index`` over the prompts, ``index`` over all samples.
 
     Raises:
         ValueError: ``n_samples_per_prompt`` is below 1.
@@ -58,74 +75,77 @@ def prompt_groups(samples: Iterable[Sample], n_samples_per_prompt: int) -> Itera
         yield group
 
 
-def samples_of(group: Group) -> list[Any]:
-    """All samples of a group, or of an element of one, in one flat list."""
+def samples_of(group: Elements) -> list[Sample]:
+    """All samples of a group in one flat list."""
     return [sample for element in group for sample in (element if isinstance(element, list) else [element])]
 
 
-def index_of(group: Group) -> tuple[int, int]:
-    """By which groups are sorted."""
+def sort_key(group: Elements) -> tuple[int, int]:
+    """The indices of a group and of its first sample: groups are given to the trainer in this order."""
     first = next(iter(samples_of(group)), None)
     return getattr(first, "group_index", None) or 0, getattr(first, "index", None) or 0
 
 
-def is_finished(sample: Any) -> bool:  # noqa: ANN401  # ours or a host's
-    """Whether a sample has come to its end. One that has is never generated again."""
+def is_finished(sample: Sample) -> bool:
+    """Whether a sample has its final status. A finished sample is never generated again."""
     return sample.status.name in _FINISHED
 
 
-def open_ones(group: Group) -> list[Any]:
-    """The samples that are not at their end."""
+def unfinished_samples(group: Elements) -> list[Sample]:
+    """The samples that are not finished."""
     return [sample for sample in samples_of(group) if not is_finished(sample)]
 
 
-def is_over(group: Group, *, judged: bool) -> bool:
-    """Whether nothing is left to do: all samples are at their end, and have a reward if they are ``judged``."""
-    return all(is_finished(s) and not (judged and s.reward is None) for s in samples_of(group))
+def is_complete(group: Elements, *, needs_reward: bool) -> bool:
+    """Whether all samples are finished, and have a reward if they need one."""
+    return all(is_finished(s) and not (needs_reward and s.reward is None) for s in samples_of(group))
 
 
-def is_partial(group: Group) -> bool:
-    """Whether there is something to go on with: a sample that is not at its end has a response."""
-    return any(sample.response_length for sample in open_ones(group))
+def is_partial(group: Elements) -> bool:
+    """Whether an unfinished sample has a response, which a later rollout can resume."""
+    return any(sample.response_length for sample in unfinished_samples(group))
 
 
-def is_begun(group: Group) -> bool:
-    """Whether any sample has a response, or is at its end."""
+def has_started(group: Elements) -> bool:
+    """Whether any sample has a response or is finished."""
     return any(sample.response_length or is_finished(sample) for sample in samples_of(group))
 
 
-def keep_indices(sample: Any, made: Iterable[Any]) -> None:  # noqa: ANN401  # ours or a host's
-    """Give what was made of a sample its indices, where it has none: a source knows its groups by them."""
+def copy_indices(sample: Sample, made: Iterable[Sample]) -> None:
+    """Set ``group_index`` and ``index`` of samples that were made of ``sample``, where they have none.
+
+    A source identifies its groups by them.
+    """
     for each in made:
         for name in ("group_index", "index"):
             if getattr(each, name, None) is None:
                 setattr(each, name, getattr(sample, name, None))
 
 
-def tokens_of(samples: Iterable[Any]) -> int:
-    """How many tokens their responses have."""
+def count_tokens(samples: Iterable[Sample]) -> int:
+    """The number of tokens in the responses of all samples."""
     return sum(sample.response_length for sample in samples)
 
 
-def start_again(samples: Iterable[Any]) -> int:
-    """Take samples back to their prompts, clean in every field, and give the number of tokens that this drops."""
+def restart_samples(samples: Iterable[Sample]) -> int:
+    """Reset samples to their prompts, in every field; returns the number of response tokens that this drops."""
     samples = list(samples)
-    dropped = tokens_of(samples)
+    dropped = count_tokens(samples)
     for sample in samples:
         restart(sample)
     return dropped
 
 
-def stamp(group: Group, rollout_id: int) -> None:
-    """Note in which rollout the responses were begun, once on each sample that has one."""
+def mark_start(group: Elements, version: int) -> None:
+    """Set ``metadata["start_rollout_id"]`` of each sample that has a response and no such key."""
     for sample in samples_of(group):
         if sample.response_length and START_ROLLOUT_ID not in (sample.metadata or {}):
-            sample.metadata = {**(sample.metadata or {}), START_ROLLOUT_ID: rollout_id}  # the old dict may be shared
+            # A new dict: the old one may be shared.
+            sample.metadata = {**(sample.metadata or {}), START_ROLLOUT_ID: version}
 
 
-def begun_in(group: Group, now: int) -> int:
-    """The rollout in which its oldest response was begun; ``now`` if none is noted."""
-    noted: list[int] = [
-        s.metadata[START_ROLLOUT_ID] for s in samples_of(group) if START_ROLLOUT_ID in (s.metadata or {})
-    ]
-    return min([now, *noted])
+def start_of(group: Elements, version: int) -> int:
+    """The rollout (or weight version) in which the oldest response of the group started; ``version`` if none is set."""
+    metadata = [sample.metadata or {} for sample in samples_of(group)]
+    starts: list[int] = [each[START_ROLLOUT_ID] for each in metadata if START_ROLLOUT_ID in each]
+    return min([version, *starts])

@@ -1,4 +1,4 @@
-"""What happened in a rollout, counted; how long the event loop stood still; and the bar that shows it."""
+"""Metrics of a rollout (``RolloutResult.metrics``), the lag of the event loop, and the progress bar."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from typing_extensions import Self
 
+    from streamfold.samples.sample import Sample
+
 __all__ = ["EventLoopLag", "RolloutStats"]
 
-_EVERY_SECONDS = 0.01
-_BAR_SECONDS = 0.1
+_TICK_SECONDS = 0.01
+_REDRAW_SECONDS = 0.1
 
 
 @dataclass
 class RolloutStats:
-    """Counts of one rollout, or of a pool since it was last asked.
+    """Counts of one rollout, or of a pool since its metrics were last read.
 
     Attributes:
-        groups: ``done``: given to the trainer. ``aborted``: cut by the end of the rollout. ``put_back``: went back to
-            the source, of which ``fresh`` without a token. ``kept``: finished, and waiting for the next rollout.
-            ``failed``: a generator or reward raised. ``stale``: started again, being too old.
-        dropped: groups that nobody gets, by reason.
-        samples: generations that were begun, of which ``resumed`` went on with a response of an earlier rollout.
-        tokens: tokens that came, the lost ones included.
-        kept: of those, tokens of samples that are to be gone on with.
-        lost: tokens that were dropped: side data did not come with them, or their sample started again.
-        resumes: how often a sample went on after its stream had broken off.
-        retries: how often a request was made again before its first token.
-        rewards: samples that got one.
-        staleness: of each group that was given to the trainer, in rollouts (in a pool: weight versions).
+        groups: ``done``: given to the trainer. ``aborted``: unfinished at the end of the rollout. ``put_back``: of all
+            unfinished groups, those returned to the source, of which ``fresh`` without a token. ``kept``: finished, and
+            returned for the next rollout. ``failed``: a generate or reward function raised. ``stale``: restarted
+            because of ``max_staleness``.
+        dropped: groups that were dropped, by reason.
+        samples: generations that were started, of which ``resumed`` continued a response of an earlier rollout.
+        tokens: tokens that were received, including the lost ones.
+        kept: of those, tokens of unfinished samples that a later rollout resumes.
+        lost: tokens that were dropped, because their side data was not received or their sample was restarted.
+        resumes: how often a sample was resumed after its stream had broken off.
+        retries: how often a request was retried before its first token.
+        rewards: samples that got a reward.
+        staleness: of each group given to the trainer, in rollouts (in a pool: weight versions).
+        abort_seconds: spent in aborts.
+        is_dry: whether the source had too few groups.
     """
 
     groups: Counter[str] = field(default_factory=Counter)
@@ -55,33 +60,33 @@ class RolloutStats:
     is_dry: bool = False
 
     @contextlib.contextmanager
-    def generating(self, sample: Any) -> Iterator[list[Any]]:  # noqa: ANN401  # ours or a host's
-        """Count one generation. The list is for what was made of the sample, if it is not the sample alone."""
-        length, before = sample.response_length, _notes(sample)
+    def generating(self, sample: Sample) -> Iterator[list[Sample]]:
+        """Count one generation. The caller fills the list with the samples that were made, if not ``sample`` alone."""
+        length, before = sample.response_length, _metadata(sample)
         self.samples += 1
         self.resumed += length > 0
-        made: list[Any] = []
+        made: list[Sample] = []
         try:
             yield made
         finally:
             made = made or [sample]
-            notes = [_notes(each) for each in made]
-            lost = sum(max(0, _lost(each) - _lost(before)) for each in notes)
+            after = [_metadata(each) for each in made]
+            lost = sum(max(0, _lost(each) - _lost(before)) for each in after)
             self.tokens += sum(each.response_length for each in made) - length + lost
             self.lost += lost
-            self.resumes += sum(max(0, each.get("resumed", 0) - before.get("resumed", 0)) for each in notes)
+            self.resumes += sum(max(0, each.get("resumed", 0) - before.get("resumed", 0)) for each in after)
 
     def clear(self) -> None:
-        """Count from the beginning."""
+        """Reset all counts."""
         vars(self).update(vars(RolloutStats()))
 
-    def metrics(self, watch: EventLoopLag) -> dict[str, float]:
-        """All of it under names with slashes."""
+    def metrics(self, lag: EventLoopLag) -> dict[str, float]:
+        """All counts and times under names like ``rollout/tokens_per_second``."""
         groups = ("done", "aborted", "put_back", "fresh", "kept", "failed", "stale")
-        told: dict[str, float] = {f"groups/{name}": self.groups[name] for name in groups}
-        told["groups/dropped"] = self.dropped.total()
-        told |= {f"groups/dropped/{reason}": count for reason, count in self.dropped.items()}
-        told |= {
+        values: dict[str, float] = {f"groups/{name}": self.groups[name] for name in groups}
+        values["groups/dropped"] = self.dropped.total()
+        values |= {f"groups/dropped/{reason}": count for reason, count in self.dropped.items()}
+        values |= {
             "samples/started": self.samples,
             "samples/resumed": self.resumed,
             "tokens/generated": self.tokens,
@@ -90,52 +95,52 @@ class RolloutStats:
             "resumes": self.resumes,
             "retries": self.retries,
             "rewards": self.rewards,
-            "seconds": watch.seconds,
+            "seconds": lag.seconds,
             "abort_seconds": self.abort_seconds,
-            "tokens_per_second": self.tokens / watch.seconds if watch.seconds > 0 else 0.0,
-            "longest_pause": watch.longest_pause,
+            "tokens_per_second": self.tokens / lag.seconds if lag.seconds > 0 else 0.0,
+            "longest_pause": lag.longest_pause,
             "staleness/mean": sum(self.staleness) / len(self.staleness) if self.staleness else 0.0,
             "staleness/max": max(self.staleness, default=0),
             "source_dry": self.is_dry,
         }
-        return {f"rollout/{name}": float(value) for name, value in told.items()}
+        return {f"rollout/{name}": float(value) for name, value in values.items()}
 
 
-def _notes(sample: Any) -> Mapping[str, Any]:  # noqa: ANN401
+def _metadata(sample: Sample) -> Mapping[str, Any]:
     return sample.metadata or {}
 
 
-def _lost(notes: Mapping[str, Any]) -> int:
-    lost: int = notes.get("lost_side_data", 0) + notes.get("restarted_tokens", 0)
+def _lost(metadata: Mapping[str, Any]) -> int:
+    lost: int = metadata.get("lost_side_data", 0) + metadata.get("restarted_tokens", 0)
     return lost
 
 
 class EventLoopLag:
-    """Measures seconds, and the longest time in which the event loop could not run; draws the bar meanwhile.
+    """Measures elapsed time and the longest time for which the event loop was blocked, and draws the progress bar.
 
     Args:
-        total: groups at which the bar is full; None: no bar.
-        state: groups so far, and a few words.
+        total: groups at which the bar is full; None: no bar. It is only drawn on a terminal.
+        progress: returns the number of groups so far, and a short description.
     """
 
-    def __init__(self, total: int | None, state: Callable[[], tuple[int, str]]) -> None:
+    def __init__(self, total: int | None, progress: Callable[[], tuple[int, str]]) -> None:
         self._total = total
-        self._state = state
-        self._bar: _Bar | None = None
+        self._progress = progress
+        self._bar: _ProgressBar | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.restart()
 
     def restart(self) -> None:
         """Measure from now on."""
         self._loop = asyncio.get_running_loop()
-        self._began = self._loop.time()
-        self._ended: float | None = None
+        self._started_at = self._loop.time()
+        self._stopped_at: float | None = None
         self.longest_pause = 0.0
 
     @property
     def seconds(self) -> float:
-        """Since the beginning, up to the end."""
-        return (self._loop.time() if self._ended is None else self._ended) - self._began
+        """Elapsed seconds, until :meth:`stop`."""
+        return (self._loop.time() if self._stopped_at is None else self._stopped_at) - self._started_at
 
     def __enter__(self) -> Self:
         self.start()
@@ -145,35 +150,35 @@ class EventLoopLag:
         self.stop()
 
     def start(self) -> None:
-        """Begin to look how the event loop does."""
+        """Start the timer."""
         if self._total is not None and sys.stderr.isatty():
-            self._bar = _Bar(self._total)
-        self._drawn = self._loop.time()
-        self._look_in(_EVERY_SECONDS)
+            self._bar = _ProgressBar(self._total)
+        self._drawn_at = self._loop.time()
+        self._schedule_tick()
 
     def stop(self) -> None:
-        """Stand still from now on."""
-        self._ended = self._loop.time()
+        """Stop the timer and the clock."""
+        self._stopped_at = self._loop.time()
         if self._timer is not None:
             self._timer.cancel()
         if self._bar is not None:
-            self._bar.end(*self._state())
+            self._bar.stop(*self._progress())
 
-    def _look_in(self, seconds: float) -> None:
-        self._due = self._loop.time() + seconds
-        self._timer = self._loop.call_at(self._due, self._look)
+    def _schedule_tick(self) -> None:
+        self._due = self._loop.time() + _TICK_SECONDS
+        self._timer = self._loop.call_at(self._due, self._tick)
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         now = self._loop.time()
         self.longest_pause = max(self.longest_pause, now - self._due)
-        if self._bar is not None and now - self._drawn >= _BAR_SECONDS:
-            self._drawn = now
-            self._bar.show(*self._state())
-        self._look_in(_EVERY_SECONDS)
+        if self._bar is not None and now - self._drawn_at >= _REDRAW_SECONDS:
+            self._drawn_at = now
+            self._bar.draw(*self._progress())
+        self._schedule_tick()
 
 
-class _Bar:
-    """A progress bar that draws itself only when it is told to: it needs no thread."""
+class _ProgressBar:
+    """A progress bar of rich that is only redrawn on request, and so needs no thread."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console  # noqa: PLC0415  # half of what an import of the package costs
@@ -186,10 +191,10 @@ class _Bar:
         self._task: TaskID = self._progress.add_task("", total=total)
         self._progress.start()
 
-    def show(self, groups: int, words: str) -> None:
-        self._progress.update(self._task, completed=groups, description=words)
+    def draw(self, groups: int, description: str) -> None:
+        self._progress.update(self._task, completed=groups, description=description)
         self._progress.refresh()
 
-    def end(self, groups: int, words: str) -> None:
-        self.show(groups, words)
+    def stop(self, groups: int, description: str) -> None:
+        self.draw(groups, description)
         self._progress.stop()

@@ -1,4 +1,4 @@
-"""Rollouts without ends: groups stay in flight while the trainer trains, and finished ones wait for it."""
+"""``Pool``: fully asynchronous rollouts. Groups stay in flight while the trainer trains; finished ones wait for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
-from streamfold.rollout.tasks import settled
+from streamfold.rollout.rollout import parts_of
+from streamfold.rollout.tasks import wait_all
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -25,7 +26,7 @@ log = logging.getLogger("streamfold")
 
 
 class Pool:
-    """Keeps groups in flight across rollouts, up to a number; fully asynchronous training.
+    """Keeps up to ``in_flight`` groups in flight across rollouts, for fully asynchronous training.
 
     ::
 
@@ -33,29 +34,27 @@ class Pool:
             while training:
                 groups = await pool.next(64)
                 ...
-                await pool.pause()      # requests are aborted, what they brought is kept
-                ...                     # new weights into the engines
+                await pool.pause()      # requests are aborted, what they generated is kept
+                ...                     # load new weights into the engines
                 pool.version += 1
                 pool.resume()
 
-    Every group that was taken from the source is at any time in flight, finished and waiting here, back in the source,
-    or with the trainer. Finished ones are never dropped, but for those that the filter sorts out. Leaving the block
-    gives everything back to the source.
+    Every group that was taken from the source is at any time in flight, ready here, returned to the source, or with the
+    trainer. Ready groups are only dropped by the filter. Leaving the block returns all other groups to the source.
 
     Args:
-        rollout: how it is done: client, configuration, reward, filter and generator. ``groups`` of the configuration
-            counts for nothing here; ``max_staleness`` counts weight versions; ``max_failures`` goes from one call of
-            :meth:`next` to the following one.
-        source: of groups. One that keeps account of its groups, as a :class:`~streamfold.rollout.buffer.Buffer`, is
-        told of
-            those that the trainer got.
-        in_flight: how many groups are in flight. None: what the configuration asks the source for at a time. No new
-            ones are begun while as many are finished and wait.
+        rollout: client, configuration, reward, filter and generate functions. Of the configuration, ``groups`` is
+            not used except as the default of ``over_sampling``, ``max_staleness`` counts weight versions, and
+            ``max_failures`` counts from one call of :meth:`next` to the following one.
+        source: of groups. One with ``done``, as a :class:`~streamfold.Buffer`, is told which groups the trainer got.
+        in_flight: how many groups are in flight. None: ``over_sampling`` of the configuration, or else its
+            ``groups``. No group is started while as many are ready.
+        version: the initial :attr:`version`.
 
     Attributes:
-        version: the version of the weights, a number that the trainer raises. Noted on samples as
-            ``metadata["start_rollout_id"]``; a group that was begun more than ``max_staleness`` versions ago starts
-            again from its prompt instead of being given to the trainer, or gone on with.
+        version: the version of the weights, an integer that the trainer increases. It is set on samples as
+            ``metadata["start_rollout_id"]``; a group that was started more than ``max_staleness`` versions ago is
+            restarted from its prompt instead of being resumed or given to the trainer.
 
     Raises:
         ValueError: ``in_flight`` is below 1.
@@ -63,27 +62,27 @@ class Pool:
 
     def __init__(self, rollout: Rollout, source: Source, *, in_flight: int | None = None, version: int = 0) -> None:
         self.version = version
-        self._most = rollout.config.ask if in_flight is None else in_flight
-        if self._most < 1:
+        self._parts = parts_of(rollout)
+        self._max_in_flight = self._parts.config.ask if in_flight is None else in_flight
+        if self._max_in_flight < 1:
             raise ValueError(f"in_flight must be at least 1, not {in_flight}")
-        self._rollout = rollout
         self._stats = RolloutStats()
-        self._tracker = rollout.tracker(source, self._stats, gives_back_all=True)
+        self._tracker = self._parts.tracker(source, self._stats, returns_all=True)
         self._scheduler: GroupScheduler | None = None  # None: paused
-        self._keeper: asyncio.Task[None] | None = None
+        self._worker: asyncio.Task[None] | None = None
         self._error: BaseException | None = _not_open()
-        self._wanted = 0  # groups that are being waited for
-        self._retried = rollout.client.retried  # requests, when this was counted last
+        self._wanted = 0  # groups that callers of next() wait for
+        self._counted_retries = self._parts.client.retried
 
     async def __aenter__(self) -> Self:
-        """Begin, in the running event loop."""
-        self._rewards = self._rollout.rewards()
-        self._engines = await self._rollout.engines()
-        self._turn = asyncio.Lock()  # of those who end what is in flight
-        self._news = asyncio.Event()  # for those who wait for groups
-        self._work = asyncio.Event()  # for the keeper
-        self._watch = EventLoopLag(None, lambda: (0, ""))
-        self._watch.start()
+        """Start, in the running event loop."""
+        self._rewards = self._parts.rewards()
+        self._engines = await self._parts.count_engines()
+        self._stop_lock = asyncio.Lock()
+        self._changed = asyncio.Event()  # wakes the callers of next()
+        self._started = asyncio.Event()  # wakes the worker
+        self._lag = EventLoopLag(None, lambda: (0, ""))
+        self._lag.start()
         self._error = None
         self.resume()
         return self
@@ -91,16 +90,20 @@ class Pool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End what is in flight, and give everything back to the source."""
+        """Abort what is in flight, and return all groups to the source."""
         try:
-            await self._land(now=error is not None)
+            await self._stop(now=error is not None)
         finally:
             self._error = self._error or _not_open()
-            self._watch.stop()
+            self._lag.stop()
             self._tracker.return_all()
             if self._rewards is not None:
-                self._rewards.report()
-            self._tell()
+                self._rewards.warn_if_running()
+            self._notify()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._error is not None else "paused" if self._scheduler is None else "open"
+        return f"<Pool: {state}, {self.in_flight} groups in flight, {self.ready} ready, version {self.version}>"
 
     @property
     def in_flight(self) -> int:
@@ -109,144 +112,143 @@ class Pool:
 
     @property
     def ready(self) -> int:
-        """Finished groups that wait here."""
+        """Finished groups that :meth:`next` can return at once."""
         return len(self._tracker.ready)
 
     async def next(self, n: int) -> list[Group]:
-        """Wait for ``n`` finished groups and give them, those first that ended first.
+        """Wait for ``n`` finished groups and return them, in the order in which they finished.
 
-        While the pool is paused this waits for what is missing, until somebody resumes it.
+        While the pool is paused this waits until :meth:`resume`, unless enough groups are ready.
 
         Returns:
-            The groups; fewer only if the source has no more and nothing is in flight.
+            The groups; fewer than ``n`` only if the source has no more and nothing is in flight.
 
         Raises:
-            StreamfoldError: too many groups have failed since the last call.
-            Exception: what the source or the filter raised. In either case everything has gone back to the source,
-                and the pool is over.
+            StreamfoldError: more than ``max_failures`` groups have failed since the last call.
+            Exception: what the source or the filter raised. In both cases every group has been returned to the source,
+                and the pool cannot be used any more.
         """
         tracker = self._tracker
         self._wanted += n
         try:
-            await self._wait_for(n)
+            await self._wait_until_ready(n)
         finally:
             self._wanted -= n
-        tracker.settle_failed()
+        tracker.return_failed()
         groups = tracker.ready[:n]
-        if self._rollout.sample_filter is not None:
-            self._rollout.sample_filter(groups)
+        if self._parts.sample_filter is not None:
+            self._parts.sample_filter(groups)
         del tracker.ready[:n]
         for group in groups:
             tracker.deliver(group, self.version)
-        self._fill()
+        self._start_groups()
         return groups
 
     async def pause(self) -> None:
-        """Abort what is in flight, within ``config.abort_seconds``; nothing is begun until :meth:`resume`.
+        """Abort what is in flight, within ``config.abort_seconds``; nothing starts until :meth:`resume`.
 
-        What was cut goes back to the source, and is gone on with. Rewards that are being computed are waited for.
+        Unfinished groups are returned to the source, and resumed later. Rewards that are being computed are waited for.
         """
         try:
-            await self._land()
+            await self._stop()
         finally:
-            self._tracker.settle()
+            self._tracker.return_unused()
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`. What was cut is served first, if the source does so."""
+        """Start groups again after :meth:`pause`, aborted ones first if the source gives them first."""
         if self._scheduler is None and self._error is None:
-            self._scheduler = self._rollout.scheduler(self._stats, self._rewards, self._engines)
-            self._keeper = asyncio.get_running_loop().create_task(self._keep(self._scheduler), name="streamfold pool")
-            self._keeper.add_done_callback(lambda _keeper: self._tell())
+            self._scheduler = self._parts.scheduler(self._stats, self._rewards, self._engines)
+            self._worker = asyncio.get_running_loop().create_task(self._work(self._scheduler), name="streamfold pool")
+            self._worker.add_done_callback(lambda _worker: self._notify())
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since the last time this was asked; names as of a rollout's."""
-        retried = self._rollout.client.retried
-        self._stats.retries, self._retried = retried - self._retried, retried
-        told = self._stats.metrics(self._watch)
+        """The metrics since the last call, under the same names as those of a rollout."""
+        retried = self._parts.client.retried
+        self._stats.retries, self._counted_retries = retried - self._counted_retries, retried
+        metrics = self._stats.metrics(self._lag)
         self._stats.clear()
-        self._watch.restart()
-        return told
+        self._lag.restart()
+        return metrics
 
-    async def _wait_for(self, n: int) -> None:
-        """Wait until so many groups are ready, or no more will be."""
+    async def _wait_until_ready(self, n: int) -> None:
+        """Wait until ``n`` groups are ready, or no more will be."""
         while True:
-            await self._check()
-            self._tracker.weed(self.version)
-            self._fill()
+            await self._raise_error()
+            self._tracker.return_stale(self.version)
+            self._start_groups()
             if self.ready >= n:
                 return
             if self._error is not None:
                 continue
             if self._scheduler is None or len(self._scheduler):
-                await self._news.wait()
-            elif not self._tracker.settle_failed():
-                log.warning("the source ran dry: %d of %d groups", self.ready, n)
+                await self._changed.wait()
+            elif not self._tracker.return_failed():
+                log.warning("the source ran out: %d of %d groups are ready", self.ready, n)
                 return
 
-    async def _keep(self, scheduler: GroupScheduler) -> None:
-        """File groups as they end, and begin others."""
+    async def _work(self, scheduler: GroupScheduler) -> None:
+        """Record groups as they end, and start others."""
         while self._error is None:
-            self._fill()
-            ended = await scheduler.ended()
-            if ended is None:
-                self._work.clear()
-                self._tell()
-                await self._work.wait()
+            self._start_groups()
+            outcome = await scheduler.next_outcome()
+            if outcome is None:
+                self._started.clear()
+                self._notify()
+                await self._started.wait()
                 continue
-            self._tracker.enter(ended)
-            if ended.is_cancelled:
-                raise StreamfoldError("somebody has cancelled a task of the pool")
-            self._tell()
+            self._tracker.record(outcome, len(scheduler))
+            if outcome.is_cancelled:
+                raise StreamfoldError("a task of the pool was cancelled from outside")
+            self._notify()
 
-    def _fill(self) -> None:
-        """Begin as many groups as there is room for. What the source raises is told by the next call."""
+    def _start_groups(self) -> None:
+        """Start as many groups as there is room for. An error of the source is raised by the next call."""
         scheduler, tracker = self._scheduler, self._tracker
-        enough = max(self._most, self._wanted)
+        most, enough = self._max_in_flight, max(self._max_in_flight, self._wanted)
         try:
-            while scheduler is not None and len(tracker.ready) < enough and (room := self._most - len(scheduler)) > 0:
+            while scheduler is not None and len(tracker.ready) < enough and (room := most - len(scheduler)) > 0:
                 taken = tracker.take(room, self.version)
                 for group in taken:
                     scheduler.start(group, self.version)
                 if not taken:
                     break
-                self._work.set()
-        except Exception as error:  # noqa: BLE001  # anybody's source
+                self._started.set()
+        except Exception as error:  # noqa: BLE001  # a user's source
             self._error = error
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news.clear()  # those who wait have been woken
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed.clear()  # those that were waiting have been woken
 
-    async def _check(self) -> None:
-        """Raise what has gone wrong, if anything has; the pool is over then."""
-        if self._scheduler is not None and (
-            self._error is not None or (self._keeper is not None and self._keeper.done())
-        ):
-            await self._land(now=True)
+    async def _raise_error(self) -> None:
+        """Raise the error that has ended the pool, if there is one, after everything has been returned."""
+        has_failed = self._error is not None or (self._worker is not None and self._worker.done())
+        if self._scheduler is not None and has_failed:
+            await self._stop(now=True)
         if self._error is not None:
             self._tracker.return_all()
             raise self._error
 
-    async def _land(self, *, now: bool = False) -> None:
-        """End what is in flight, and file it."""
-        async with self._turn:
-            scheduler, keeper = self._scheduler, self._keeper
-            if scheduler is None or keeper is None:
+    async def _stop(self, *, now: bool = False) -> None:
+        """Abort what is in flight, and record it."""
+        async with self._stop_lock:
+            scheduler, worker = self._scheduler, self._worker
+            if scheduler is None or worker is None:
                 return
             self._scheduler = None
-            by_us = keeper.cancel()
-            cancelled = await settled([keeper])
-            if not keeper.cancelled():
-                self._error = self._error or keeper.exception()
-            elif not by_us:
-                self._error = StreamfoldError("somebody has cancelled the pool's own task")
+            was_running = worker.cancel()
+            cancelled = await wait_all([worker])
+            if not worker.cancelled():
+                self._error = self._error or worker.exception()
+            elif not was_running:
+                self._error = StreamfoldError("the worker task of the pool was cancelled from outside")
             try:
                 await scheduler.abort(now=now or cancelled is not None)
             finally:
-                self._tracker.enter_rest(scheduler, wanted=True)
+                self._tracker.record_remaining(scheduler, are_wanted=True)
             if cancelled is not None:
                 raise cancelled
 
 
 def _not_open() -> StreamfoldError:
-    return StreamfoldError("a pool gives groups inside its block: async with Pool(...) as pool")
+    return StreamfoldError("the pool is not open: use it inside `async with Pool(...) as pool:`")

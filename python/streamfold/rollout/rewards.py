@@ -1,4 +1,4 @@
-"""Reward functions: asynchronous ones as they are, others in threads, so that they do not hold up the streams."""
+"""Calls reward functions: ``async`` ones in the event loop, others in threads, so that they do not block streams."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ log = logging.getLogger("streamfold")
 
 
 class Rewards:
-    """Calls a reward function, in the running event loop or in a thread, so many threads at the same time.
+    """Calls one reward function, in the running event loop or in at most ``threads`` threads at the same time.
 
-    Each call has a thread of its own, which ends with it: none waits for work, and none is left over. A thread cannot
-    be cut off. Whoever awaits a call may be cancelled at once; the thread then comes to its end alone, its result is
-    thrown away, and until then it counts. It never keeps the interpreter from ending.
+    Each call gets a thread of its own, which ends with the call, so no idle thread is left. A thread cannot be
+    cancelled: if the caller is, the function runs to its end, its result is discarded, and until then it counts as
+    running. These threads are daemons: they do not delay the end of the process.
 
     Args:
-        function: takes what is to be judged.
-        threads: how many run at once.
+        function: takes a sample, or a list of samples.
+        threads: how many calls run at once.
     """
 
     def __init__(self, function: Callable[[Any], Any], threads: int) -> None:
         self._function = function
         self._slots = Slots(threads)
         self._running = 0
-        call = getattr(function, "__call__", None)  # noqa: B004  # not whether: how it is called
+        call = getattr(function, "__call__", None)  # noqa: B004  # an object whose __call__ is async
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
-    async def of(self, judged: Any) -> Any:  # noqa: ANN401  # a sample or a list of them; whatever the function gives
-        """The reward. Raises what the function raises."""
-        made = self._function(judged) if self._is_async else await self._in_thread(judged)
+    async def compute(self, judged: Any) -> Any:  # noqa: ANN401  # a sample, or a list of them with a list of rewards
+        """The result of the function for a sample or a list of samples. Raises what the function raises."""
+        made = self._function(judged) if self._is_async else await self._run_in_thread(judged)
         return await made if inspect.isawaitable(made) else made
 
-    def report(self) -> None:
-        """Say so if threads are left that nobody waits for."""
+    def warn_if_running(self) -> None:
+        """Log how many threads are still running whose callers were cancelled."""
         if self._running:
             log.warning(
-                "%d calls of the reward function go on in their threads, after the rollout; their results are thrown "
-                "away, and the rewards are computed again in the next one",
+                "%d calls of the reward function are still running in threads after the end of the rollout; their "
+                "results are discarded and computed again in the next one",
                 self._running,
             )
 
-    async def _in_thread(self, judged: Any) -> Any:  # noqa: ANN401
+    async def _run_in_thread(self, judged: Any) -> Any:  # noqa: ANN401
         await self._slots.wait(self._slots.request())
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
@@ -64,16 +64,16 @@ class Rewards:
             error: BaseException | None = None
             try:
                 made = context.run(self._function, judged)
-            except StopIteration as stop:  # which no future takes
+            except StopIteration as stop:  # a future does not accept it
                 error = RuntimeError("the reward function raised StopIteration")
                 error.__cause__ = stop
-            except BaseException as failure:  # noqa: BLE001  # for whoever awaits it
+            except BaseException as failure:  # noqa: BLE001  # raised where the result is awaited
                 error = failure
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                loop.call_soon_threadsafe(end, made, error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
+                loop.call_soon_threadsafe(finish, made, error)
 
-        def end(made: object, error: BaseException | None) -> None:
-            thread.join()  # it has nothing left to do
+        def finish(made: object, error: BaseException | None) -> None:
+            thread.join()  # returns at once: this call was its last act
             self._running -= 1
             self._slots.release()
             if outcome.done():

@@ -1,52 +1,65 @@
-r"""The file of a buffer: one tree of plain values and arrays, restored to the bit, replaced as a whole.
+r"""The file format of :meth:`Buffer.save`: one tree of values and arrays, bit-exact, with a checksum of the whole.
 
-What it holds, in this order (format version 1)::
+A file consists of, in this order::
 
-    streamfold buffer 1\n    what it is; a later format has another number
-    arrays                   their bytes, one after the other, in C order
+    streamfold buffer 1\n    the number is the version of the format
+    data                     the bytes of arrays and pickles, one after the other; arrays are in C order
     index                    the tree as UTF-8 JSON
-    8 bytes                  where the index begins, an unsigned little-endian integer
+    8 bytes                  the offset of the index, an unsigned little-endian integer
     32 bytes                 SHA-256 of everything before them
 
-The check is of the whole, so a file is loaded as it was written or not at all. No pickle: loading runs nothing that
-is in it. JSON has None, bool, finite floats, integers of 64 bits, text, lists, and dicts whose keys are text. All else
-is an object with the one key ``$``, whose value is a list that begins with the kind:
+The checksum is compared before anything else is read. JSON holds None, bool, finite floats, integers of 64 bits, text,
+lists, and dicts whose keys are text. Everything else is an object with the single key ``$``, whose value is a list that
+starts with the kind:
 
-- ``[kind, dtype, shape, offset]``: bytes of the file, made an ``array``, a ``list`` of numbers, a ``scalar`` of numpy,
-  a ``float`` that is not finite, ``bytes``, or ``text`` that has lone surrogates;
-- ``["tensor", dtype, shape, offset, name, shape]``: of torch, through its bytes;
-- ``["int", hexadecimal]``, ``["tuple", [...]]``, ``["dict", [[key, value], ...]]``.
+- ``[kind, dtype, shape, offset]``: bytes in the file that are an ``array``, a ``list`` of numbers, a ``scalar`` of
+  numpy, a ``float`` that is not finite, ``bytes``, or ``text`` with lone surrogates;
+- ``["tensor", dtype, shape, offset, name, shape]``: the bytes of a torch tensor, then its dtype and its shape;
+- ``["image", dtype, shape, offset, mode, size]``: the pixels of a Pillow image;
+- ``["int", hexadecimal]``, ``["tuple", [...]]``, ``["dict", [[key, value], ...]]``;
+- ``["pickle", dtype, shape, offset, type]``: the bytes of a pickle of any other value. Only in format 2.
+
+A file without a pickle has format 1, which earlier versions of streamfold can read. A pickle is read back only if the
+caller trusts the file, and is an :class:`Opaque` otherwise: loading runs nothing that is in the file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
+import logging
 import math
 import os
+import pickle
 import re
-import secrets
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import orjson
 
+from streamfold.rollout.atomic_file import replacing
+from streamfold.rollout.opaque import Opaque, type_name
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from io import BufferedReader
     from pathlib import Path
 
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
-    Place = tuple[Any, ...]
+    Location = tuple[Any, ...]
 
-__all__ = ["Packed", "Unwritable", "load", "save"]
+__all__ = ["Snapshot", "UnsupportedValue", "load", "save"]
 
-VERSION: Final = 1
+log = logging.getLogger("streamfold")
+
+_PLAIN: Final = 1
+_WITH_PICKLES: Final = 2
+VERSION: Final = _WITH_PICKLES
 
 _FIRST_LINE: Final = re.compile(rb"streamfold buffer ([1-9][0-9]*)\n")
 _INDEX_AT: Final = struct.Struct("<Q")
@@ -54,11 +67,12 @@ _DIGEST_SIZE: Final = 32
 _CHUNK: Final = 1 << 20
 
 _TAG: Final = "$"
-_IMAGE_MODES: Final = ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F")  # a palette is no pixel
-# From here on a list of numbers is smaller and faster as an array.
-_LONG: Final = 32
-# A dict with odd keys takes four levels of JSON, and orjson writes no more than 254.
-_DEEPEST: Final = 60
+_IMAGE_MODES: Final = ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F")  # all but those with a palette
+_PICKLE_PROTOCOL: Final = 5
+# From this length on a list of numbers is smaller and faster as an array.
+_MIN_ARRAY_LENGTH: Final = 32
+# A dict whose keys are not all text takes four levels of JSON, and orjson writes at most 254.
+_MAX_DEPTH: Final = 60
 _INT64: Final = range(-(1 << 63), 1 << 63)
 _NUMBERS: Final = {
     frozenset((int,)): (("<i1", "b"), ("<i4", "i"), ("<i8", "q")),
@@ -66,165 +80,208 @@ _NUMBERS: Final = {
 }
 
 
-class Unwritable(ValueError):
-    """A value that no file can hold.
+class UnsupportedValue(ValueError):
+    """A value that cannot be saved.
 
     Attributes:
-        place: the keys and indices that lead to it.
+        location: the keys and indices that lead to it.
         problem: what is wrong with it, a sentence without its subject.
     """
 
-    def __init__(self, place: Place, problem: str) -> None:
-        super().__init__(f"{'.'.join(map(str, place))} {problem}")
-        self.place = place
+    def __init__(self, location: Location, problem: str) -> None:
+        super().__init__(f"{'.'.join(map(str, location))} {problem}")
+        self.location = location
         self.problem = problem
 
 
 def save(path: Path, value: Any) -> None:  # noqa: ANN401  # any tree
-    """Write a tree of plain values and arrays in place of what the file holds, at once and for good.
+    """Replace the file by a tree of values, atomically and durably.
 
     Args:
-        path: the file; links are followed. Whoever has it open goes on reading what it held.
-        value: None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and scalars, and torch tensors,
-            inside each other.
+        path: the file; symbolic links are followed. A process that has it open continues to read the old content.
+        value: None, bool, int, float, str, bytes, list, tuple, dict, arrays and scalars of numpy, torch tensors and
+            Pillow images, nested in each other. Values of any other type are pickled.
 
     Raises:
-        Unwritable: there is something else in it.
-        OSError: the disk is full, or gone. After both errors the file is what it was.
+        UnsupportedValue: a value cannot be pickled, or is nested too deep.
+        OSError: the file cannot be written. After either error it has its old content.
     """
-    Packed(value).write(path)
+    Snapshot(value).write(path)
 
 
-def load(path: Path) -> Any:  # noqa: ANN401  # any tree
-    """Read the tree that :func:`save` wrote, of this version of the format or an earlier one.
+def load(path: Path, *, trusted: bool = False) -> Any:  # noqa: ANN401  # any tree
+    """Read the tree that :func:`save` wrote, in this version of the format or an earlier one.
+
+    Args:
+        path: the file.
+        trusted: whether to unpickle the pickled values, which may run any code; otherwise each is an :class:`Opaque`.
 
     Raises:
-        ValueError: the file is damaged, of something else, or of a later version.
-        ImportError: it holds torch tensors, and torch is not installed.
+        ValueError: the file is damaged, of another kind or of a later version, or a pickled value cannot be unpickled.
+        ImportError: it holds torch tensors or images, and torch or pillow is not installed.
         OSError: it cannot be read.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file: give the path that save() was called with")
     with path.open("rb") as file:
-        # Of anything else that somebody names, not more than a line.
-        match = _FIRST_LINE.fullmatch(file.readline(64))
+        match = _FIRST_LINE.fullmatch(file.readline(64))  # of a file of another kind, not more than that
         if match is None:
-            raise ValueError(f"{path} is no buffer of streamfold, or its beginning is damaged: load another file")
+            raise ValueError(f"{path} is not a buffer of streamfold, or its first line is damaged: load another file")
         version = int(match[1])
         if version not in _READERS:
             raise ValueError(
                 f"{path} has format {version}, but this streamfold knows only those up to {VERSION}: "
                 "load it with the streamfold that wrote it, or a later one"
             )
-        return _READERS[version](file, path)
+        reader = _READERS[version](file, path, trusted=trusted)
+        value = reader.read()
+    if reader.opaque:
+        log.warning(
+            "%s: %d values stay pickled (%s): load it with trusted=True if you trust its writer",
+            path,
+            reader.opaque.total(),
+            ", ".join(sorted(reader.opaque)),
+        )
+    return value
 
 
-class Packed:
+class Snapshot:
     """A tree as it is at this moment, which may be written later and in another thread. Arrays are not copied.
 
     Raises:
-        Unwritable: as :func:`save`.
+        UnsupportedValue: as :func:`save`.
     """
 
     def __init__(self, value: Any) -> None:  # noqa: ANN401  # any tree
+        self._version = _PLAIN
         self._parts: list[memoryview] = []
-        self._size = 0
-        self._put(b"streamfold buffer %d\n" % VERSION)
+        self._size = len(self._first_line)
+        self._encoders: dict[type, Callable[[Any, Location], Any]] = {
+            type(None): lambda value, _location: value,
+            bool: lambda value, _location: value,
+            int: lambda value, _location: value if value in _INT64 else {_TAG: ["int", hex(value)]},
+            float: lambda value, _location: value if math.isfinite(value) else self._array("float", np.array(value)),
+            str: lambda value, _location: value if _is_utf8(value) else self._text(value),
+            bytes: lambda value, _location: self._bytes("bytes", value),
+            list: self._list,
+            tuple: lambda value, location: {_TAG: ["tuple", self._items(value, location)]},
+            dict: self._dict,
+            np.ndarray: self._numpy,
+            Opaque: lambda value, _location: self._pickled(value),
+        }
         index = orjson.dumps(self._encode(value, ()))
         self._put(_INDEX_AT.pack(self._put(index)))
+        self._parts.insert(0, memoryview(self._first_line))
 
     def write(self, path: Path) -> None:
-        """Write it in place of what the file holds; raises ``OSError`` as :func:`save`."""
+        """Replace the file, atomically and durably; raises ``OSError`` as :func:`save`."""
         digest = hashlib.sha256()
-        with _replacing(path.resolve()) as file:
+        with replacing(path.resolve()) as file:
             for part in self._parts:
                 for start in range(0, len(part), _CHUNK):
-                    chunk = bytes(part[start : start + _CHUNK])  # so that both take the same, whatever others do
+                    chunk = bytes(part[start : start + _CHUNK])  # a copy: the file and the digest must get the same
                     file.write(chunk)
                     digest.update(chunk)
             file.write(digest.digest())
 
+    @property
+    def _first_line(self) -> bytes:
+        return b"streamfold buffer %d\n" % self._version
+
     def _put(self, data: bytes | memoryview) -> int:
-        """Append bytes; gives where they begin."""
+        """Append bytes; returns their offset."""
         start = self._size
         self._parts.append(memoryview(data))
         self._size += len(data)
         return start
 
-    def _encode(self, value: Any, place: Place) -> Any:  # noqa: ANN401  # any tree
-        kind = type(value)
-        if value is None or kind is bool:
-            return value
-        if kind is int:
-            return value if value in _INT64 else {_TAG: ["int", hex(value)]}
-        if kind is float:
-            return value if math.isfinite(value) else self._array("float", np.array(value))
-        if kind is str:
-            return value if _is_text(value) else self._bytes("text", value.encode("utf-8", "surrogatepass"))
-        if kind is bytes:
-            return self._bytes("bytes", value)
-        if kind is np.ndarray or isinstance(value, np.generic):
-            return self._numpy(value, place)
-        if len(place) > _DEEPEST:
-            raise Unwritable(place, f"is nested more than {_DEEPEST} deep, or holds itself")
-        if kind is list:
-            packed = _packed(value)
-            return self._items(value, place) if packed is None else self._array("list", packed)
-        if kind is tuple:
-            return {_TAG: ["tuple", self._items(value, place)]}
-        if kind is dict:
-            return self._dict(value, place)
-        if (torch := sys.modules.get("torch")) is not None and kind is torch.Tensor:
-            return self._tensor(value, place, torch)
-        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(value, pillow.Image):
-            return self._image(value, place)
-        raise Unwritable(
-            place,
-            f"is of type {kind.__module__}.{kind.__qualname__}, but what can be saved is None, bool, int, float, str, "
-            "bytes, list, tuple, dict, numpy arrays, torch tensors and Pillow's images: make it one of these",
-        )
+    def _encode(self, value: Any, location: Location) -> Any:  # noqa: ANN401  # any value to JSON
+        return self._encoders.get(type(value), self._other)(value, location)
 
-    def _items(self, values: list[Any] | tuple[Any, ...], place: Place) -> list[Any]:
-        return [self._encode(item, (*place, position)) for position, item in enumerate(values)]
+    def _other(self, value: Any, location: Location) -> Any:  # noqa: ANN401  # any value to JSON
+        encoded = None
+        if isinstance(value, np.generic):
+            return self._numpy(value, location)
+        if (torch := sys.modules.get("torch")) is not None and type(value) is torch.Tensor:
+            encoded = self._tensor(value, torch)
+        elif (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(value, pillow.Image):
+            encoded = self._image(value)
+        return self._pickle(value, location) if encoded is None else encoded
 
-    def _dict(self, value: dict[Any, Any], place: Place) -> Any:  # noqa: ANN401  # any tree
-        if _TAG not in value and all(type(key) is str and _is_text(key) for key in value):
-            return {key: self._encode(item, (*place, key)) for key, item in value.items()}
-        pairs = [[self._encode(key, (*place, key)), self._encode(item, (*place, key))] for key, item in value.items()]
+    def _list(self, value: list[Any], location: Location) -> Any:  # noqa: ANN401  # JSON
+        array = _number_array(value)
+        return self._items(value, location) if array is None else self._array("list", array)
+
+    def _items(self, values: list[Any] | tuple[Any, ...], location: Location) -> list[Any]:
+        _check_depth(location)
+        return [self._encode(item, (*location, position)) for position, item in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], location: Location) -> Any:  # noqa: ANN401  # JSON
+        _check_depth(location)
+        if _TAG not in value and all(type(key) is str and _is_utf8(key) for key in value):
+            return {key: self._encode(item, (*location, key)) for key, item in value.items()}
+        pairs = [
+            [self._encode(key, (*location, key)), self._encode(item, (*location, key))] for key, item in value.items()
+        ]
         return {_TAG: ["dict", pairs]}
 
-    def _numpy(self, value: Array | np.generic, place: Place) -> Any:  # noqa: ANN401  # JSON
-        # Objects and fields do not come back from the name of their dtype, nor does what has no size.
+    def _numpy(self, value: Array | np.generic, location: Location) -> Any:  # noqa: ANN401  # JSON
+        # Dtypes with objects or fields cannot be made of their name, nor can those without a size.
         if value.dtype.hasobject or not value.dtype.itemsize or np.dtype(value.dtype.str) != value.dtype:
-            raise Unwritable(place, f"is of dtype {value.dtype}, which cannot be saved: make it plain numbers or text")
+            return self._pickle(value, location)
         return self._array("array" if isinstance(value, np.ndarray) else "scalar", np.asarray(value))
 
-    def _array(self, kind: str, array: Array) -> Any:  # noqa: ANN401  # JSON
+    def _array(self, kind: str, array: Array) -> dict[str, list[Any]]:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return {_TAG: [kind, array.dtype.str, array.shape, self._put(raw.data)]}
 
-    def _bytes(self, kind: str, value: bytes) -> Any:  # noqa: ANN401  # JSON
+    def _text(self, value: str) -> dict[str, list[Any]]:
+        return self._bytes("text", value.encode("utf-8", "surrogatepass"))
+
+    def _bytes(self, kind: str, value: bytes) -> dict[str, list[Any]]:
         return self._array(kind, np.frombuffer(value, np.uint8))
 
-    def _tensor(self, value: Any, place: Place, torch: Any) -> Any:  # noqa: ANN401  # torch is optional
+    def _tensor(self, value: Any, torch: Any) -> dict[str, list[Any]] | None:  # noqa: ANN401  # torch is optional
         try:
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        except (RuntimeError, TypeError) as error:
-            raise Unwritable(place, f"is a tensor whose bytes cannot be had ({error}): make it a dense one") from None
-        tagged = self._array("tensor", flat)
-        tagged[_TAG] += [str(value.dtype).removeprefix("torch."), list(value.shape)]
-        return tagged
+        except (RuntimeError, TypeError):  # a sparse one
+            return None
+        encoded = self._array("tensor", flat)
+        encoded[_TAG] += [str(value.dtype).removeprefix("torch."), list(value.shape)]
+        return encoded
 
-    def _image(self, value: Any, place: Place) -> Any:  # noqa: ANN401  # Pillow is optional
+    def _image(self, value: Any) -> dict[str, list[Any]] | None:  # noqa: ANN401  # Pillow is optional
         if value.mode not in _IMAGE_MODES:
-            raise Unwritable(place, f"is an image of mode {value.mode}, whose pixels are not all: convert it to RGB")
-        tagged = self._bytes("image", value.tobytes())
-        tagged[_TAG] += [value.mode, list(value.size)]
-        return tagged
+            return None
+        encoded = self._bytes("image", value.tobytes())
+        encoded[_TAG] += [value.mode, list(value.size)]
+        return encoded
+
+    def _pickle(self, value: Any, location: Location) -> dict[str, list[Any]]:  # noqa: ANN401  # any value
+        try:
+            data = pickle.dumps(value, _PICKLE_PROTOCOL)
+        except Exception as error:
+            raise UnsupportedValue(
+                location,
+                f"is of type {type_name(type(value))}, which can neither be saved nor pickled ({error}): make it None, "
+                "bool, int, float, str, bytes, list, tuple, dict, an array of numpy, or something that can be pickled",
+            ) from error
+        return self._pickled(Opaque(type_name(type(value)), data))
+
+    def _pickled(self, value: Opaque) -> dict[str, list[Any]]:
+        self._version = _WITH_PICKLES
+        encoded = self._bytes("pickle", value.data)
+        encoded[_TAG].append(value.type_name)
+        return encoded
 
 
-def _is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: lone surrogates cannot."""
+def _check_depth(location: Location) -> None:
+    if len(location) > _MAX_DEPTH:
+        raise UnsupportedValue(location, f"is nested more than {_MAX_DEPTH} deep, or contains itself")
+
+
+def _is_utf8(value: str) -> bool:
+    """Whether a text can be written as UTF-8: one with lone surrogates cannot."""
     if value.isascii():
         return True
     try:
@@ -234,42 +291,67 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _packed(values: list[Any]) -> Array | None:
-    """A long list of nothing but int, or nothing but float, as an array of the first dtype that holds it."""
-    if len(values) < _LONG:
+def _number_array(values: list[Any]) -> Array | None:
+    """An array of the first dtype that holds a long list of only int, or only float; None for any other list."""
+    if len(values) < _MIN_ARRAY_LENGTH:
         return None
     for dtype, code in _NUMBERS.get(frozenset(map(type, values)), ()):
-        # Half the time of what numpy takes to make an array of a list.
+        # Takes half the time of np.array(values).
         with contextlib.suppress(struct.error):
             return np.frombuffer(struct.pack(f"<{len(values)}{code}", *values), dtype)
     return None
 
 
 class _Reader:
-    """Makes the tree of the JSON again."""
+    """Reads a file of format 1."""
 
-    def __init__(self, file: BufferedReader, path: Path) -> None:
+    def __init__(self, file: BufferedReader, path: Path, *, trusted: bool) -> None:
         self._file = file
         self._path = path
+        self._trusted = trusted
+        self.opaque: Counter[str] = Counter()  # types of values that were not unpickled
 
-    def decode(self, value: Any) -> Any:  # noqa: ANN401  # any tree
+    def read(self) -> Any:  # noqa: ANN401  # any tree
+        """The tree, after the checksum was compared."""
+        end = os.fstat(self._file.fileno()).st_size - _DIGEST_SIZE
+        self._check(end)
+        self._file.seek(end - _INDEX_AT.size)
+        (start,) = _INDEX_AT.unpack(self._file.read(_INDEX_AT.size))
+        self._file.seek(start)
+        return self._decode(orjson.loads(self._file.read(end - _INDEX_AT.size - start)))
+
+    def _check(self, end: int) -> None:
+        digest, left = hashlib.sha256(), max(0, end)
+        self._file.seek(0)
+        while left and (chunk := self._file.read(min(left, _CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+        if self._file.read() != digest.digest():
+            raise ValueError(
+                f"{self._path} is damaged (its checksum is wrong): load an earlier copy, or start without it"
+            )
+
+    def _decode(self, value: Any) -> Any:  # noqa: ANN401  # JSON to any value
         if type(value) is list:
-            return [self.decode(item) for item in value]
+            return [self._decode(item) for item in value]
         if type(value) is not dict:
             return value
         if _TAG not in value:
-            return {key: self.decode(item) for key, item in value.items()}
-        kind, *told = value[_TAG]
+            return {key: self._decode(item) for key, item in value.items()}
+        kind, *fields = value[_TAG]
+        return self._decode_tagged(kind, fields)
+
+    def _decode_tagged(self, kind: str, fields: list[Any]) -> Any:  # noqa: ANN401  # any value
         if kind == "int":
-            return int(told[0], 16)
+            return int(fields[0], 16)
         if kind == "tuple":
-            return tuple(self.decode(told[0]))
+            return tuple(self._decode(fields[0]))
         if kind == "dict":
-            return {self.decode(key): self.decode(item) for key, item in told[0]}
-        array = self._array(*told[:3])
+            return {self._decode(key): self._decode(item) for key, item in fields[0]}
+        array = self._array(*fields[:3])
         if kind == "tensor":
-            return self._tensor(array, *told[3:])
-        return self._image(array, *told[3:]) if kind == "image" else _FROM_ARRAY[kind](array)
+            return self._tensor(array, *fields[3:])
+        return self._image(array, *fields[3:]) if kind == "image" else _FROM_ARRAY[kind](array)
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> Array:
         raw = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
@@ -279,7 +361,7 @@ class _Reader:
 
     def _tensor(self, array: Array, dtype: str, shape: list[int]) -> Any:  # noqa: ANN401  # torch is optional
         try:
-            import torch  # noqa: PLC0415  # slow, and not needed otherwise
+            import torch  # noqa: PLC0415  # slow, and only needed here
         except ImportError:
             raise ImportError(f"{self._path} holds torch tensors: install torch to load it") from None
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -288,10 +370,29 @@ class _Reader:
 
     def _image(self, array: Array, mode: str, size: list[int]) -> Any:  # noqa: ANN401  # Pillow is optional
         try:
-            from PIL import Image  # noqa: PLC0415  # likewise
+            from PIL import Image  # noqa: PLC0415  # slow, and only needed here
         except ImportError:
             raise ImportError(f"{self._path} holds images: install pillow to load it") from None
         return Image.frombytes(mode, (size[0], size[1]), array.tobytes())
+
+
+class _PickleReader(_Reader):
+    """Reads a file of format 2."""
+
+    def _decode_tagged(self, kind: str, fields: list[Any]) -> Any:  # noqa: ANN401  # any value
+        if kind != "pickle":
+            return super()._decode_tagged(kind, fields)
+        data, name = self._array(*fields[:3]).tobytes(), fields[3]
+        if not self._trusted:
+            self.opaque[name] += 1
+            return Opaque(name, data)
+        try:
+            return pickle.loads(data)  # noqa: S301  # the caller trusts the file
+        except Exception as error:
+            raise ValueError(
+                f"{self._path} holds a value of type {name} that cannot be unpickled here ({error!r}): "
+                "load it where its type is as it was when it was saved, or without trusted=True"
+            ) from error
 
 
 _FROM_ARRAY: Final[Mapping[str, Callable[[Array], Any]]] = {
@@ -302,66 +403,5 @@ _FROM_ARRAY: Final[Mapping[str, Callable[[Array], Any]]] = {
     "bytes": lambda array: array.tobytes(),
     "text": lambda array: array.tobytes().decode("utf-8", "surrogatepass"),
 }
-
-
-def _read_1(file: BufferedReader, path: Path) -> Any:  # noqa: ANN401  # any tree
-    end = os.fstat(file.fileno()).st_size - _DIGEST_SIZE
-    digest, left = hashlib.sha256(), max(0, end)
-    file.seek(0)
-    while left and (chunk := file.read(min(left, _CHUNK))):
-        digest.update(chunk)
-        left -= len(chunk)
-    if file.read() != digest.digest():
-        raise ValueError(f"{path} is damaged (its check does not fit): load an earlier copy, or start without it")
-    file.seek(end - _INDEX_AT.size)
-    (start,) = _INDEX_AT.unpack(file.read(_INDEX_AT.size))
-    file.seek(start)
-    index = orjson.loads(file.read(end - _INDEX_AT.size - start))
-    return _Reader(file, path).decode(index)
-
-
-# A new format gets a new number and a reader beside the old ones.
-_READERS: Final[Mapping[int, Callable[[BufferedReader, Path], Any]]] = {1: _read_1}
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside the old one, that takes its place, and outlasts a loss of power, if the block ends well."""
-    _remove_stale(path)
-    file, beside = _beside(path)
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _beside(path: Path) -> tuple[BinaryIO, Path]:
-    """A fresh file, locked as long as it is open: so others know that its writer lives."""
-    while True:
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.saving")
-        file = beside.open("xb", buffering=_CHUNK)
-        with contextlib.suppress(OSError):  # no locks here: then nobody can take ours for stale either
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if beside.exists():
-            return file, beside
-        file.close()  # another process saw it in the moment before the lock
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove what killed processes have left, and nothing that a living one writes."""
-    ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.saving")
-    for beside in [name for name in path.parent.iterdir() if ours.fullmatch(name.name)]:
-        # Renamed by now, locked, or not ours to remove.
-        with contextlib.suppress(OSError), beside.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            beside.unlink()
+# A new format gets a new number, and a reader beside the old ones.
+_READERS: Final[Mapping[int, type[_Reader]]] = {_PLAIN: _Reader, _WITH_PICKLES: _PickleReader}

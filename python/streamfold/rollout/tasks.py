@@ -1,4 +1,4 @@
-"""Work in tasks of its own, so that an abort can cut it and nothing else, and everybody knows who cancelled whom."""
+"""Runs generators and reward functions in tasks that an abort can cancel, and tells an abort from any other cancel."""
 
 from __future__ import annotations
 
@@ -8,67 +8,68 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection
 
-__all__ = ["Cut", "Cuttable", "Mode", "settled"]
+__all__ = ["AbortMode", "AbortableTasks", "Aborted", "wait_all"]
 
 T = TypeVar("T")
 
-Mode: TypeAlias = Literal["request", "server", "reward"]
-"""How work is ended early: generators by request, by an abort of the servers they ask; rewards only if need be."""
+AbortMode: TypeAlias = Literal["request", "server", "reward"]
+"""How an abort ends a task: ``"request"`` by cancelling it at once, ``"server"`` by aborting the engines, after which
+it returns by itself, ``"reward"`` by waiting for it. Each of them is cancelled if it does not end in time."""
 
 
-class Cut(Exception):  # not an error: it never leaves the loop
-    """The work has been ended by an abort."""
+class Aborted(Exception):  # internal: the scheduler catches it
+    """The task was cancelled by :meth:`AbortableTasks.abort`."""
 
 
-class Cuttable:
-    """Work that runs, each in a task of its own, by its mode."""
+class AbortableTasks:
+    """Runs awaitables, each in a task of its own that :meth:`abort` can cancel."""
 
     def __init__(self) -> None:
-        self._modes: dict[asyncio.Task[Any], Mode] = {}
-        self._cut: set[asyncio.Task[Any]] = set()
+        self._modes: dict[asyncio.Task[Any], AbortMode] = {}
+        self._aborted: set[asyncio.Task[Any]] = set()
 
-    def has(self, mode: Mode) -> bool:
-        """Whether any such work runs."""
+    def has(self, mode: AbortMode) -> bool:
+        """Whether a task of this mode is running."""
         return mode in self._modes.values()
 
-    async def run(self, work: Awaitable[T], mode: Mode) -> T:
-        """Await ``work`` in a task of its own.
+    async def run(self, work: Awaitable[T], mode: AbortMode) -> T:
+        """Await ``work`` in a task of its own, which has ended when this returns or raises.
 
         Raises:
-            Cut: an abort has cancelled it.
-            asyncio.CancelledError: somebody else has, or this was cancelled; in either case it has ended.
+            Aborted: :meth:`abort` cancelled the task.
+            asyncio.CancelledError: the caller was cancelled, or something else cancelled the task.
         """
         task = asyncio.ensure_future(work)
         self._modes[task] = mode
         try:
-            # Not by awaiting it: that could not tell who has been cancelled, it or this.
-            cancelled = await settled([task])
+            # Not `await task`: its CancelledError does not say which of the two was cancelled.
+            cancelled = await wait_all([task])
         finally:
             del self._modes[task]
-            was_cut = task in self._cut
-            self._cut.discard(task)
+            was_aborted = task in self._aborted
+            self._aborted.discard(task)
         if cancelled is not None:
             if not task.cancelled():
-                task.exception()  # seen
+                task.exception()  # mark it as retrieved
             raise cancelled
-        if task.cancelled() and was_cut:
-            raise Cut
+        if task.cancelled() and was_aborted:
+            raise Aborted
         return task.result()
 
-    def cut(self, *modes: Mode) -> None:
-        """Cancel all work of these modes; again, if it has been cancelled before."""
+    def abort(self, *modes: AbortMode) -> None:
+        """Cancel all running tasks of these modes, including those that were cancelled before."""
         for task in [task for task, mode in self._modes.items() if mode in modes]:
-            self._cut.add(task)
+            self._aborted.add(task)
             task.cancel()
 
 
-async def settled(tasks: Collection[asyncio.Future[Any]]) -> asyncio.CancelledError | None:
-    """Wait until all are done. A cancel is passed on to them, and given back."""
+async def wait_all(tasks: Collection[asyncio.Future[Any]]) -> asyncio.CancelledError | None:
+    """Wait until all tasks are done. A cancel of the caller is passed on to them, and returned instead of raised."""
     cancelled = None
     while pending := [task for task in tasks if not task.done()]:
         try:
             await asyncio.wait(pending)
-        except asyncio.CancelledError as error:  # noqa: PERF203  # one round, and one for each cancel
+        except asyncio.CancelledError as error:  # noqa: PERF203  # one round, plus one for each cancel
             cancelled = error
             for task in pending:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Where each group has got to that was taken from the source: none is lost without a word."""
+"""Tracks every group from the source to the trainer, or back to the source, so that none is lost or given twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import logging
 from typing import TYPE_CHECKING, TypeAlias
 
 from streamfold.errors import StreamfoldError
-from streamfold.rollout import groups as rules
+from streamfold.rollout.groups import (
+    count_tokens,
+    has_started,
+    is_complete,
+    is_partial,
+    mark_start,
+    restart_samples,
+    samples_of,
+    sort_key,
+    start_of,
+    unfinished_samples,
+)  # fmt: skip
 from streamfold.samples.metadata import add_counts
 
 if TYPE_CHECKING:
@@ -15,9 +26,10 @@ if TYPE_CHECKING:
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source
     from streamfold.rollout.metrics import RolloutStats
-    from streamfold.rollout.scheduler import Ended, GroupScheduler
+    from streamfold.rollout.runner import GroupOutcome
+    from streamfold.rollout.scheduler import GroupScheduler
 
-    Filter: TypeAlias = Callable[[Group], bool | tuple[bool, str | None]]
+    FilterWithCount: TypeAlias = Callable[[Group, int], bool | tuple[bool, str | None]]
 
 __all__ = ["GroupTracker"]
 
@@ -25,124 +37,133 @@ log = logging.getLogger("streamfold")
 
 
 class GroupTracker:
-    """Takes groups from a source, files them as they end, and gives back what the trainer does not get.
+    """Takes groups from a source, sorts them by their outcome, and returns those that the trainer does not get.
 
     Args:
         source: of the groups.
         config: the rules.
-        keep: the dynamic filter: whether a finished group is of use, and why not. None: all are.
-        judged: whether there are rewards, without which no group is finished.
-        stats: what is counted.
-        gives_back_all: whether everything goes back, whatever the source is; a pool's does.
+        filter: takes a finished group, and how many others are ready or in flight. None: the trainer gets all groups.
+        on_taken: called with each list of groups that was taken.
+        stats: counts.
+        needs_reward: whether a group without rewards is not complete.
+        returns_all: whether all groups are returned, also to a source without ``done``, as in a pool.
 
     Attributes:
-        ready: finished groups for the trainer, in the order in which they ended.
-        is_dry: whether the source had none left when it was asked last.
+        ready: complete groups for the trainer, in the order in which they ended.
+        is_dry: whether the source had no group when it was last called.
     """
 
     def __init__(
         self,
         source: Source,
         config: RolloutConfig,
-        keep: Filter | None,
-        stats: RolloutStats,
         *,
-        judged: bool,
-        gives_back_all: bool = False,
+        filter: FilterWithCount | None,  # noqa: A002  # the field's name for it
+        on_taken: Callable[[list[Group]], object] | None,
+        stats: RolloutStats,
+        needs_reward: bool,
+        returns_all: bool,
     ) -> None:
         self.ready: list[Group] = []
         self.is_dry = False
         self._source = source
         self._config = config
-        self._keep = keep
+        self._filter = filter
+        self._on_taken = on_taken
         self._stats = stats
-        self._judged = judged
-        self._gives_back_all = gives_back_all
-        self._now = 0
-        self._surplus: list[Group] = []
-        self._open: list[Group] = []
-        self._failed: list[Ended] = []
-        self._back: list[Group] = []  # on their way back, until the source has taken them
+        self._needs_reward = needs_reward
+        self._returns_all = returns_all
+        self._version = 0
+        self._extra: list[Group] = []  # complete, but not needed
+        self._unfinished: list[Group] = []
+        self._failed: list[GroupOutcome] = []
+        self._returning: list[Group] = []  # kept until add_samples has succeeded
 
     # From the source.
 
-    def take(self, n: int, now: int) -> list[Group]:
-        """Ask the source for ``n`` groups, in rollout (or weight version) ``now``; those too old start again.
+    def take(self, n: int, version: int) -> list[Group]:
+        """Take ``n`` groups from the source, in the rollout or weight version ``version``; stale ones are restarted.
 
         Raises:
-            ValueError: a group has not the number of samples that it should have.
+            ValueError: a group does not have ``config.n_samples_per_prompt`` samples.
         """
-        self._now = now
-        taken = list(self._source.get_samples(n))  # a generator would never be seen to be empty
+        self._version = version
+        taken = list(self._source.get_samples(n))  # a list: an exhausted generator would not be seen to be empty
         self.is_dry = not taken
         size = self._config.n_samples_per_prompt
         try:
             for group in taken:
                 if not group or (size is not None and len(group) != size):
                     raise ValueError(f"the source gave a group of {len(group)} samples; n_samples_per_prompt is {size}")
-                self.refresh(group, now)
+                self._restart_if_stale(group, version)
         except BaseException:
-            self._open += taken
+            self._unfinished += taken
             raise
+        if self._on_taken is not None:
+            self._on_taken(taken)
         return taken
 
-    def refresh(self, group: Group, now: int) -> bool:
-        """Let a group start again if it is too old; whether it was."""
+    def _restart_if_stale(self, group: Group, version: int) -> bool:
         limit = self._config.max_staleness
-        if limit is None or now - rules.begun_in(group, now) <= limit:
+        if limit is None or version - start_of(group, version) <= limit:
             return False
         self._stats.groups["stale"] += 1
-        self._stats.lost += rules.start_again(rules.samples_of(group))
+        self._stats.lost += restart_samples(samples_of(group))
         return True
 
     # From the scheduler.
 
-    def enter(self, ended: Ended, *, wanted: bool = True) -> None:
-        """File a group that has ended. The filter is asked only about those that the trainer may get.
+    def record(self, outcome: GroupOutcome, in_flight: int) -> None:
+        """Record a group that has ended while ``in_flight`` others are running.
 
         Raises:
-            StreamfoldError: more groups have failed than ``config.max_failures``; the cause is the first failure.
+            StreamfoldError: more groups have failed than ``config.max_failures``; its cause is the first failure.
         """
-        self._file(ended, wanted=wanted)
-        if ended.failures and len(self._failed) > self._config.max_failures:
+        self._classify(outcome, in_flight, is_wanted=True)
+        if outcome.failures and len(self._failed) > self._config.max_failures:
             raise StreamfoldError(
-                f"{len(self._failed)} groups have failed, more than max_failures: the fault is not theirs. All groups "
-                "have gone back to the source; see the cause"
+                f"{len(self._failed)} groups have failed, but max_failures is {self._config.max_failures}. All groups "
+                "were returned to the source; see the cause of this error"
             ) from self._failed[0].failures[0][1]
 
-    def enter_rest(self, scheduler: GroupScheduler, *, wanted: bool = False) -> None:
-        """File what an aborted flight has not told yet."""
+    def record_remaining(self, scheduler: GroupScheduler, *, are_wanted: bool = False) -> None:
+        """Record all groups of an aborted scheduler. The number of failures is not limited here.
+
+        Args:
+            scheduler: aborted.
+            are_wanted: whether the trainer may get complete groups; otherwise they are extra ones.
+        """
         try:
-            while (ended := scheduler.take_ended()) is not None:
-                self._file(ended, wanted=wanted)  # whether too many have failed is of no matter any more
+            while (outcome := scheduler.pop_outcome()) is not None:
+                self._classify(outcome, len(scheduler), is_wanted=are_wanted)
         except BaseException:
-            self.enter_rest(scheduler)
+            self.record_remaining(scheduler)
             raise
-        for group, again in scheduler.abandon():
-            self._stats.lost += rules.start_again(rules.samples_of(again))
+        for group, replacement in scheduler.abandon_running():
+            self._stats.lost += restart_samples(samples_of(replacement))
             self._forget(group)
-            self._open.append(again)
+            self._unfinished.append(replacement)
 
-    def _file(self, ended: Ended, *, wanted: bool) -> None:
-        group = ended.group
-        if self._gives_back_all:
-            rules.stamp(group, ended.now)
-        if ended.failures:
-            self._failed.append(ended)
-            sample, error = ended.failures[0]
-            log.warning("sample %s failed, and its group goes back to the source", sample.index, exc_info=error)
-        elif rules.open_ones(group):
-            self._open.append(group)
-        elif wanted and rules.is_over(group, judged=self._judged):
-            self._ask_filter(group)
+    def _classify(self, outcome: GroupOutcome, in_flight: int, *, is_wanted: bool) -> None:
+        group = outcome.group
+        if self._returns_all:
+            mark_start(group, outcome.version)
+        if outcome.failures:
+            self._failed.append(outcome)
+            sample, error = outcome.failures[0]
+            log.warning("sample %s failed; its group is returned to the source", sample.index, exc_info=error)
+        elif unfinished_samples(group):
+            self._unfinished.append(group)
+        elif is_wanted and is_complete(group, needs_reward=self._needs_reward):
+            self._apply_filter(group, in_flight)
         else:
-            self._surplus.append(group)
+            self._extra.append(group)
 
-    def _ask_filter(self, group: Group) -> None:
+    def _apply_filter(self, group: Group, in_flight: int) -> None:
         try:
-            verdict = self._keep is None or self._keep(group)
+            verdict = self._filter is None or self._filter(group, len(self.ready) + in_flight)
         except BaseException:
-            self._surplus.append(group)
+            self._extra.append(group)
             raise
         keeps, reason = verdict if isinstance(verdict, tuple) else (verdict, None)
         if keeps:
@@ -150,95 +171,97 @@ class GroupTracker:
         else:
             self._drop(group, reason or "filter")
 
-    # To the trainer, and back to the source.
+    # To the trainer.
 
-    def deliver(self, group: Group, now: int) -> None:
-        """Take note that the trainer gets a group."""
+    def deliver(self, group: Group, version: int) -> None:
+        """Count a group that the trainer gets, and tell the source."""
         self._stats.groups["done"] += 1
-        self._stats.staleness.append(now - rules.begun_in(group, now))
+        self._stats.staleness.append(version - start_of(group, version))
         self._forget(group)
 
-    def weed(self, now: int) -> None:
-        """Give finished groups back that are too old by now, to start again."""
-        old = [self.refresh(group, now) for group in self.ready]
-        back = [group for group, is_old in zip(self.ready, old, strict=True) if is_old]
-        self.ready = [group for group, is_old in zip(self.ready, old, strict=True) if not is_old]
-        self._give_back(back)
+    # Back to the source.
 
-    def settle(self) -> None:
-        """Give back what is left when a rollout has its groups, or drop it: as the rules say."""
-        self.settle_failed()
-        back: list[Group] = []
-        for group in self._open:
+    def return_stale(self, version: int) -> None:
+        """Restart ready groups that have become stale, and return them."""
+        stale = [self._restart_if_stale(group, version) for group in self.ready]
+        returned = [group for group, is_stale in zip(self.ready, stale, strict=True) if is_stale]
+        self.ready = [group for group, is_stale in zip(self.ready, stale, strict=True) if not is_stale]
+        self._return(returned)
+
+    def return_unused(self) -> None:
+        """Return failed, unfinished and extra groups, or drop them, as the configuration says."""
+        self.return_failed()
+        returned: list[Group] = []
+        for group in self._unfinished:
             self._stats.groups["aborted"] += 1
-            if self._goes_back(group):
-                back.append(group)
+            if self._is_returned(group):
+                returned.append(group)
             else:
-                self._stats.lost += rules.tokens_of(rules.samples_of(group))
+                self._stats.lost += count_tokens(samples_of(group))
                 self._drop(group, "aborted")
-        for group in self._surplus:
-            if self._config.keep_finished or self._gives_back_all:
+        for group in self._extra:
+            if self._config.keep_finished or self._returns_all:
                 self._stats.groups["kept"] += 1
-                back.append(group)
+                returned.append(group)
             else:
                 self._drop(group, "surplus")
-        self._open, self._surplus = [], []
-        self._give_back(back)
+        self._unfinished, self._extra = [], []
+        self._return(returned)
 
-    def settle_failed(self) -> int:
-        """Give back the groups that failed, but drop those that have too often; how many went back."""
-        back: list[Group] = []
+    def return_failed(self) -> int:
+        """Return failed groups, or drop those that failed ``config.group_tries`` times; how many were returned."""
+        returned: list[Group] = []
         failed, self._failed = self._failed, []
-        for group in (ended.group for ended in failed):
-            samples = rules.samples_of(group)
+        for group in (outcome.group for outcome in failed):
+            samples = samples_of(group)
             self._stats.groups["failed"] += 1
-            add_counts((rules.open_ones(group) or samples)[0], failures=1)
+            add_counts((unfinished_samples(group) or samples)[0], failures=1)
             if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
-                back.append(group)
+                returned.append(group)
             else:
                 log.error(
-                    "group %d is dropped: it has failed in %d rollouts",
-                    rules.index_of(group)[0],
+                    "group %d is dropped: it failed in %d rollouts, as many as group_tries",
+                    sort_key(group)[0],
                     self._config.group_tries,
                 )
                 self._drop(group, "failed")
-        self._give_back(back)
-        return len(back)
+        self._return(returned)
+        return len(returned)
 
     def return_all(self) -> None:
-        """Give everything back that was taken and that the trainer did not get."""
-        self._stats.groups["aborted"] += len(self._open)
-        back = [*(ended.group for ended in self._failed), *self._open, *self._surplus, *self.ready]
-        self._failed, self._open, self._surplus, self.ready = [], [], [], []
-        self._give_back(back)
+        """Return every group that was taken and that the trainer did not get."""
+        self._stats.groups["aborted"] += len(self._unfinished)
+        returned = [*(outcome.group for outcome in self._failed), *self._unfinished, *self._extra, *self.ready]
+        self._failed, self._unfinished, self._extra, self.ready = [], [], [], []
+        self._return(returned)
 
-    def _goes_back(self, group: Group) -> bool:
-        """Whether a group that was cut is given back: all are to a source that keeps account of them."""
-        accounts = self._gives_back_all or hasattr(self._source, "done")
-        return accounts or (self._config.partial_rollout and rules.is_partial(group))
+    def _is_returned(self, group: Group) -> bool:
+        """Whether an aborted group is returned. A source with ``done`` gets all of them."""
+        returns_all = self._returns_all or hasattr(self._source, "done")
+        return returns_all or (self._config.partial_rollout and is_partial(group))
 
-    def _give_back(self, groups: list[Group]) -> None:
+    def _return(self, groups: list[Group]) -> None:
         for group in groups:
-            self._make_fit(group)
-        self._back += groups
-        if self._back:
-            self._source.add_samples(sorted(self._back, key=rules.index_of))
-            self._back = []
+            self._prepare_return(group)
+        self._returning += groups
+        if self._returning:
+            self._source.add_samples(sorted(self._returning, key=sort_key))
+            self._returning = []
 
-    def _make_fit(self, group: Group) -> None:
-        """Let samples that are not to be gone on with start again; note when the others were begun."""
-        unfinished = rules.open_ones(group)
+    def _prepare_return(self, group: Group) -> None:
+        """Restart the samples that must not be resumed, and mark when the others started."""
+        unfinished = unfinished_samples(group)
         if unfinished:
-            again = unfinished
-            if self._config.partial_rollout and rules.is_partial(group):
-                again = []
+            restarted = unfinished
+            if self._config.partial_rollout and is_partial(group):
+                restarted = []
             elif not self._config.partial_rollout and not self._config.keep_finished:
-                again = rules.samples_of(group)
-            self._stats.lost += rules.start_again(again)
-            self._stats.kept += rules.tokens_of(unfinished)
+                restarted = samples_of(group)
+            self._stats.lost += restart_samples(restarted)
+            self._stats.kept += count_tokens(unfinished)
             self._stats.groups["put_back"] += 1
-            self._stats.groups["fresh"] += not rules.is_begun(group)
-        rules.stamp(group, self._now)
+            self._stats.groups["fresh"] += not has_started(group)
+        mark_start(group, self._version)
 
     def _drop(self, group: Group, reason: str) -> None:
         self._stats.dropped[reason] += 1

@@ -1,4 +1,4 @@
-"""A stand-in for slime, the trainer: as much of it as an adapter meets, with slime's names in slime's places.
+"""A stand-in for slime, the trainer: the part that an integration uses, with slime's names in slime's modules.
 
 ``host.slime`` is laid out like the real package, written for these tests, and never importable as ``slime`` but inside
 :func:`installed`. vime, which is slime with another engine, is the same code under vime's names: what differs is in

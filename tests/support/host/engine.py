@@ -1,4 +1,4 @@
-"""The engine behind the stand-in, by which slime and vime differ: the names of options, and how it is spoken to."""
+"""What differs between slime and vime: the names of the engine's options, and its requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HostEngine(ABC):
         return f"http://{self.option(args, 'router_ip')}:{self.option(args, 'router_port')}"
 
     def sampling_params(self, args: SimpleNamespace) -> dict[str, Any]:
-        """What is asked for besides what both ask for."""
+        """Payload keys that only this engine has."""
         return {}
 
     @abstractmethod
@@ -42,11 +42,11 @@ class HostEngine(ABC):
 
     @abstractmethod
     def read(self, reply: Any, decode: Any) -> dict[str, Any]:
-        """What its reply brings to a sample."""
+        """The arguments of ``append_response_tokens`` that its reply gives."""
 
     @abstractmethod
     def busy(self, load: Any) -> bool:
-        """Whether the reply at ``load_path`` tells of requests."""
+        """Whether the reply of ``load_path`` reports requests."""
 
 
 class _Sglang(HostEngine):
@@ -88,8 +88,8 @@ class _Vllm(HostEngine):
     def payload(self, args: SimpleNamespace, params: dict[str, Any], ids: list[int], images: Any) -> dict[str, Any]:
         assert images is None, "the stand-in's own generation takes no images here"
         names = {"max_new_tokens": "max_tokens", "no_stop_trim": "include_stop_str_in_output"}
-        asked = {names.get(name, name): value for name, value in params.items() if value is not None}
-        return {"model": args.hf_checkpoint, "token_ids": ids, "sampling_params": {**asked, "logprobs": 1}}
+        renamed = {names.get(name, name): value for name, value in params.items() if value is not None}
+        return {"model": args.hf_checkpoint, "token_ids": ids, "sampling_params": {**renamed, "logprobs": 1}}
 
     def read(self, reply: Any, decode: Any) -> dict[str, Any]:
         choice = reply["choices"][0]
@@ -107,11 +107,11 @@ _current = ENGINES["slime"]
 
 
 def current() -> HostEngine:
-    """That of the trainer which the stand-in is: slime's, unless vime is installed."""
+    """The engine of the installed trainer; slime's if none is."""
     return _current
 
 
 def choose(package: str) -> None:
-    """Let the stand-in be that trainer."""
+    """Make the stand-in that trainer."""
     global _current  # noqa: PLW0603  # there is one stand-in at a time
     _current = ENGINES[package]

@@ -1,4 +1,4 @@
-"""Generators, rewards and shorthands for tests with the stand-in."""
+"""Generate functions, rewards and shorthands for tests with the stand-in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 60.0  # seconds after which something hangs
 
 
 def nowhere(**settings: Any) -> SimpleNamespace:
-    """Arguments for what never asks an engine."""
+    """Arguments for tests without an engine."""
     return arguments("http://127.0.0.1:9", **settings)
 
 
@@ -34,7 +34,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @dataclass
 class Waiting:
-    """A generator that writes two tokens when it is cancelled, and ends no other way."""
+    """A generator that writes two tokens when it is cancelled, and ends only then."""
 
     abort_mode: str = "request"
     running: int = 0
@@ -59,16 +59,17 @@ class Waiting:
 
 
 class Scripted:
-    """A generator without an engine: for each sample, by its index, how many tokens come and how it ends, try by try.
+    """A generator without an engine: for each sample, by its index, how many tokens it generates and how it
+    ends, try by try.
 
     It ends with a status, an exception to raise, or ``"hang"``: it waits until it is cancelled. What has no script is
-    COMPLETED with two tokens; the last try of a script is done again and again.
+    COMPLETED with two tokens; the last try of a script is repeated.
     """
 
     def __init__(self, script: dict[int, list[tuple[int, Any]]] | None = None, abort_mode: str = "request") -> None:
         self.script = script or {}
         self.abort_mode = abort_mode
-        self.asked: list[int] = []
+        self.calls: list[int] = []
         self.running = 0
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -78,11 +79,11 @@ class Scripted:
     async def __call__(self, args: SimpleNamespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         assert sample.index is not None
         tries = self.script.get(sample.index, [(2, sample.Status.COMPLETED)])
-        tokens, end = tries[min(self.asked.count(sample.index), len(tries) - 1)]
-        self.asked.append(sample.index)
+        tokens, end = tries[min(self.calls.count(sample.index), len(tries) - 1)]
+        self.calls.append(sample.index)
         self.running += 1
         sample.tokens = sample.tokens or [300]
-        sampling_params["max_new_tokens"] -= 1  # as some do: it is theirs
+        sampling_params["max_new_tokens"] -= 1  # as some generate functions do: it is their copy
         try:
             await asyncio.sleep(0)
             append(sample, args, [301] * tokens, text="x" * tokens)
@@ -97,14 +98,14 @@ class Scripted:
 
 
 class Rewards:
-    """A reward function that remembers what it was asked."""
+    """A reward function that records its calls."""
 
     def __init__(self) -> None:
-        self.asked: list[Sample] = []
+        self.calls: list[Sample] = []
 
     async def __call__(self, args: SimpleNamespace, sample: Sample) -> float:
-        self.asked.append(sample)
-        return float(len(self.asked))
+        self.calls.append(sample)
+        return float(len(self.calls))
 
 
 def append(sample: Sample, args: Any, tokens: list[int], **more: Any) -> None:

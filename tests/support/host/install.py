@@ -1,4 +1,4 @@
-"""Puts the stand-in where ``import slime`` or ``import vime`` finds it, and takes it away again."""
+"""Makes ``import slime`` or ``import vime`` find the stand-in inside a block."""
 
 from __future__ import annotations
 

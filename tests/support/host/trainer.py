@@ -1,4 +1,4 @@
-"""A trainer that goes on from what it saved last, and may be told to die; a script that is given JSON of a Plan.
+"""A trainer that resumes from its last checkpoint, and may kill itself; a script whose argument is a Plan as JSON.
 
 Its log has a line for what each rollout gave, for each state that was saved, and at the end for all that waits.
 """
@@ -43,7 +43,7 @@ class Plan:
         self._what, self._left = self.dies or [None, 0]
 
     def at(self, what: str) -> None:
-        """Die here, if it is time."""
+        """Kill this process if the plan says so."""
         if what == self._what:
             self._left -= 1
             if not self._left:
@@ -51,7 +51,7 @@ class Plan:
 
 
 def note(folder: str, **entry: Any) -> None:
-    """Write a line that outlasts whatever comes."""
+    """Write a line that survives a kill."""
     with (Path(folder) / "log").open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
         file.flush()

@@ -44,7 +44,7 @@ def trace_span(target: object, name: str, *, attrs: Mapping[str, Any] | None = N
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose what a span wants of terminal metadata; without a finish reason a KeyError, as in some releases."""
+    """Select a span's attributes from terminal metadata; without a finish reason a KeyError, as in some releases."""
     attrs = {key: meta[key] for key in _META_KEYS if meta.get(key) is not None}
     return {**attrs, "finish_reason": meta["finish_reason"]["type"]}
 

@@ -53,7 +53,7 @@ class RolloutDataSource:
                 self.dataset.shuffle(self.epoch_id)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Give so many groups, without end."""
+        """Return ``num_samples`` new groups; there is no end."""
         return [self._new_group() for _ in range(num_samples)]
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
@@ -67,7 +67,7 @@ class RolloutDataSource:
             path.write_text(json.dumps({name: getattr(self, name) for name in _STATE}), encoding="utf-8")
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from what was saved; from the beginning if nothing was."""
+        """Resume from what was saved; from the first prompt if nothing was."""
         if not self.args.rollout_global_dataset or self.args.load is None:
             return
         path = self._path(self.args.load, rollout_id)
@@ -136,7 +136,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 def pop_first(
     args: SimpleNamespace, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
 ) -> list[list[Sample]]:
-    """Take so many groups out of ``buffer``, which changes: the way of all buffer filters."""
+    """Remove ``num_samples`` groups from ``buffer`` and return them, as every buffer filter does."""
     chosen = buffer[:num_samples]
     del buffer[:num_samples]
     return chosen

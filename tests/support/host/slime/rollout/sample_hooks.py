@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
 
-async def apply_rollout_sample_hooks(args: SimpleNamespace, value: Any, **told: Any) -> Any:
+async def apply_rollout_sample_hooks(args: SimpleNamespace, value: Any, **options: Any) -> Any:
     """Give each sample to each of ``args.rollout_sample_hook_path``; what a hook returns takes the sample's place."""
     if isinstance(value, list):
-        return [await apply_rollout_sample_hooks(args, each, **told) for each in value]
+        return [await apply_rollout_sample_hooks(args, each, **options) for each in value]
     for path in args.rollout_sample_hook_path or []:
         hook = load_function(path)
-        known = {key: told[key] for key in inspect.signature(hook).parameters if key in told}
+        known = {key: options[key] for key in inspect.signature(hook).parameters if key in options}
         made = hook(args, value, **known)
         made = await made if inspect.isawaitable(made) else made
         value = value if made is None else made

@@ -1,4 +1,4 @@
-"""The host's rollout: groups of samples in flight until there are enough, the rest aborted and handed back.
+"""The trainer's rollout: groups of samples in flight until there are enough; the rest is aborted and returned.
 
 In vime the module is called ``vllm_rollout``.
 """
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 SamplingParams = dict[str, Any]
 Task = asyncio.Task[Any]
 
-# Newer slime: generators that end by being cancelled are. Older slime takes no notice of what they say.
+# Newer slime cancels generators whose abort_mode is request. Older slime ignores abort_mode.
 knows_request_abort = True
-# How long an engine that is not idle yet has until it is asked again, seconds.
+# Seconds between two load queries to an engine that is not idle yet.
 POLL_SECONDS = 0.02
 
 
@@ -56,7 +56,7 @@ class GenerateState(metaclass=SingletonMeta):
             "spaces_between_special_tokens": False,
             **engine.current().sampling_params(args),
         }
-        # Samples in flight of each data-parallel rank, and the one of the sample that was begun last.
+        # Samples in flight of each data-parallel rank, and the one of the sample that was started last.
         self.dp_counts = [0] * (engine.current().option(args, "dp_size") or 1)
         self.dp_rank = 0
         self.reset()
@@ -72,7 +72,7 @@ class GenerateState(metaclass=SingletonMeta):
             self.dp_counts[rank] -= 1
 
     def reset(self) -> None:
-        """Begin a new rollout, maybe in a new event loop."""
+        """Start a new rollout, maybe in a new event loop."""
         self.semaphore = asyncio.Semaphore(engine.current().option(self.args, "server_concurrency"))  # of one loop
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[list[Sample]]] = set()
@@ -103,7 +103,7 @@ def _prepare_prompt_ids(sample: Sample, tokenizer: HostTokenizer, processor: Hos
 
 
 async def generate(args: SimpleNamespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Generate without streaming: the host's way when it is given no other. Only a server abort ends it."""
+    """Generate without streaming: the trainer's default. Only a server abort ends it."""
     state = GenerateState(args)
     assert sample.status in {Sample.Status.PENDING, Sample.Status.ABORTED}, sample.status
     ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
@@ -158,8 +158,8 @@ async def _generate(
     """Run the generator in a task of its own, the one that a request abort cancels."""
     state = GenerateState(args)
     function = load_function(sample.generate_function_path or args.custom_generate_function_path or generate)
-    told = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    task: asyncio.Task[Sample] = asyncio.create_task(function(args, sample, sampling_params, **told))
+    options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    task: asyncio.Task[Sample] = asyncio.create_task(function(args, sample, sampling_params, **options))
     state.generating[task] = getattr(function, "abort_mode", "server") if knows_request_abort else "server"
     from_outside: asyncio.CancelledError | None = None
     try:
@@ -209,7 +209,7 @@ async def generate_and_rm_group(
 
 
 async def abort(args: SimpleNamespace, rollout_id: int) -> list[list[Sample]]:
-    """End what is in flight; give the groups that are worth going on with."""
+    """Abort what is in flight; return the groups that have a partial response."""
     state = GenerateState(args)
     assert not state.aborted
     state.aborted = True
@@ -292,7 +292,7 @@ async def eval_rollout(args: SimpleNamespace, rollout_id: int) -> tuple[Any, lis
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """End tasks whose results nobody wants, and see them end."""
+    """Cancel tasks whose results are not wanted, and wait for them."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

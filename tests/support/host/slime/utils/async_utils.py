@@ -1,4 +1,4 @@
-"""One event loop for the host's whole life, in a thread of its own."""
+"""One event loop for the trainer's whole life, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Do it there, and wait for it here."""
+    """Run it in that thread, and wait for it here."""
     global _running  # noqa: PLW0603  # it is one for the process
     if _running is None:
         loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""The host's own HTTP: short requests, and a client that may be there or not."""
+"""The trainer's own HTTP: short requests, and a client that may be there or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _http_client: httpx.AsyncClient | None = None
 
 def init_http_client(args: SimpleNamespace) -> None:
     """Open the client that all requests share; without it each has one of its own."""
-    global _http_client  # noqa: PLW0603  # adapters read it under this name
+    global _http_client  # noqa: PLW0603  # integrations read it under this name
     if _http_client is None:
         limit = httpx.Limits(max_connections=engine.current().option(args, "server_concurrency"))
         _http_client = httpx.AsyncClient(limits=limit, **_OPTIONS)

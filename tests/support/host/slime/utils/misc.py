@@ -1,4 +1,4 @@
-"""What has no better place, in the host too."""
+"""Helpers that slime keeps in ``slime.utils.misc``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SingletonMeta(type):
-    """One instance of a class, whatever it is called with later."""
+    """One instance of a class, regardless of later arguments."""
 
     _instances: dict[type, object] = {}  # noqa: RUF012  # ClassVar has no meaning on a metaclass
 

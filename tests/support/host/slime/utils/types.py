@@ -1,4 +1,4 @@
-"""The host's sample."""
+"""The trainer's sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Counts:
     _KEYS: ClassVar[Mapping[str, str]]  # our name -> the engine's
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        # A key that is there with None for a value is a TypeError, in the host too.
+        # A key that is there with None for a value is a TypeError, in the trainer too.
         for name, key in self._KEYS.items():
             setattr(self, name, getattr(self, name) + meta_info.get(key, 0))
 
@@ -57,7 +57,7 @@ class PrefixCacheInfo(_Counts):
 
 @dataclass
 class Sample:
-    """One prompt with its response, and everything a trainer wants to know of them."""
+    """One prompt with its response, and all that a trainer needs of them."""
 
     class Status(Enum):
         PENDING = "pending"
@@ -124,10 +124,10 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append what one call brought. Lists are extended in place, and only then are lengths compared.
+        """Append the tokens of one call. Lists are extended in place, and only then are lengths compared.
 
         Tokens that are not trainable, those of a tool, come without logprobs and without arrays. Raises ValueError,
-        after which the sample is no longer of use.
+        after which the sample is invalid.
         """
         new = [int(token) for token in tokens or []]
         logprobs = None if log_probs is None else [float(value) for value in log_probs]

@@ -1,4 +1,4 @@
-"""What a dynamic filter says of a group; it may also say no more than True or False."""
+"""The result of a dynamic filter, which may also be True or False."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+"""Settings: attributes of a trainer's arguments, environment variables, defaults, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamfold import Limits, Retries, RolloutConfig, Timeouts
+from streamfold.integrations.settings import SETTINGS, Settings
+
+
+def read(**attributes: Any) -> Settings:
+    return Settings.of(SimpleNamespace(**{f"streamfold_{name}": value for name, value in attributes.items()}))
+
+
+def test_the_defaults_are_those_of_the_objects_that_are_configured() -> None:
+    settings = read()
+    assert settings == Settings()
+    assert (settings.timeouts, settings.limits, settings.retries) == (Timeouts(), Limits(), Retries())
+    usual = RolloutConfig(groups=1)
+    for name in ("keep_finished", "max_staleness", "abort_seconds", "max_failures", "group_tries"):
+        assert getattr(settings, name) == getattr(usual, name)
+
+
+def test_an_attribute_takes_precedence_over_a_variable_and_both_over_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for setting in SETTINGS:
+        monkeypatch.delenv(setting.variable, raising=False)
+    monkeypatch.setenv("STREAMFOLD_TRIES", "7")
+    monkeypatch.setenv("STREAMFOLD_DRAIN", "0.5")
+    assert read(drain=3) == replace(Settings(), tries=7, drain=3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("resume", "raise", "raise"),
+        ("tries", "3", 3),
+        ("tries", 3.0, 3),
+        ("timeout_connect", "1.5", 1.5),
+        ("timeout_connect", 0, 0.0),
+        ("timeout_next_token", None, None),
+        ("timeout_next_token", "None", None),
+        ("max_staleness", "null", None),
+        ("max_staleness", "", None),
+        ("in_flight", "4", 4),
+        ("model", "actor", "actor"),
+        ("keep_finished", False, False),
+        ("keep_finished", "Off", False),
+        ("keep_finished", "1", True),
+    ],
+)
+def test_values_are_read_from_python_yaml_and_the_shell(
+    name: str, given: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = getattr(read(**{name: given}), name)
+    assert (found, type(found)) == (wanted, type(wanted))
+    if isinstance(given, str):
+        monkeypatch.setenv(f"STREAMFOLD_{name.upper()}", given)
+        assert getattr(read(), name) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("resume", "maybe", "must be one of continue, restart, raise; not 'maybe'"),
+        ("resume", None, "must be one of continue, restart, raise; not None"),
+        ("tries", 0, "must be a whole number, 1 or more; not 0"),
+        ("tries", 1.5, "must be a whole number, 1 or more; not 1.5"),
+        ("tries", [1], r"must be a whole number, 1 or more; not \[1\]"),
+        ("concurrency", None, "must be a whole number, 1 or more; not None"),
+        ("timeout_connect", -1, "must be a number of seconds, 0 or more, or none; not -1"),
+        ("timeout_connect", "inf", "must be a number of seconds, 0 or more, or none; not 'inf'"),
+        ("drain", "nan", "must be a number of seconds, 0 or more; not 'nan'"),
+        ("drain", "none", "must be a number of seconds, 0 or more; not 'none'"),
+        ("in_flight", 0, "must be a whole number, 1 or more, or none; not 0"),
+        ("model", 3, "must be a name, or none; not 3"),
+        ("keep_finished", "perhaps", "must be true or false; not 'perhaps'"),
+        ("keep_finished", None, "must be true or false; not None"),
+    ],
+)
+def test_an_invalid_value_is_refused_by_the_name_under_which_it_was_given(
+    name: str, given: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=f"^streamfold_{name} {message}$"):
+        read(**{name: given})
+    if isinstance(given, str):
+        monkeypatch.setenv(f"STREAMFOLD_{name.upper()}", given)
+        with pytest.raises(ValueError, match=f"^STREAMFOLD_{name.upper()} {message}$"):
+            read()
