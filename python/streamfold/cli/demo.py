@@ -1,8 +1,8 @@
-"""The main job on a small scale: two rollouts that ask for more than they need, cut the rest, and lose nothing of it.
+"""``streamfold demo``: two rollouts with over-sampling on two loopback engines, checked for lost or changed tokens.
 
-Two engines in a box generate on real HTTP behind a router. The first rollout cuts what is still running when it has its
-groups, the weights get a new version, and the second one goes on with what was cut. The model is deterministic and
-knows nothing of its version, so each sample has to end as one undisturbed generation of its prompt.
+The engines serve real HTTP behind a router. The first rollout aborts what is in flight when it has enough groups, the
+weights get a new version, and the second rollout resumes what was aborted. The mock model is deterministic and does not
+depend on the version, so each sample must equal the undisturbed generation of its prompt.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import asyncio
 import importlib.resources
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import httpx
 import numpy as np
 import orjson
+import typer
 
+from streamfold.cli.console import check_out, console, fail, import_loopback
+from streamfold.cli.demo_report import print_report
 from streamfold.client.client import Client
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.groups import count_tokens, is_finished, prompt_groups, samples_of, sort_key
@@ -25,17 +29,17 @@ from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from streamfold.loopback import Loopback
     from streamfold.loopback.sglang.wire import Reply
+    from streamfold.rollout.groups import Group
 
-__all__ = ["Judge", "Outcome", "Report", "compare", "read_prompts", "run", "write"]
+__all__ = ["Judge", "Outcome", "Report", "command", "compare", "read_prompts", "run", "write"]
 
 ROLLOUTS: Final = 2
 SAMPLES_PER_PROMPT: Final = 2
 PARAMS: Final[Mapping[str, Any]] = {"max_new_tokens": 400, "temperature": 1.0}
-# Slow enough for the streams to be real ones, and for two cores to keep up with all of them.
+# Slow enough to abort streams in the middle, and for two cores to keep up.
 ENGINE: Final[Mapping[str, Any]] = {
     "token_rate": 150.0,
     "prefill_delay": 0.03,
@@ -43,40 +47,40 @@ ENGINE: Final[Mapping[str, Any]] = {
     "stop_probability": 1 / 150,
     "weight_version": "1",
 }
-_AT_ONCE: Final = 40
-_FINISH: Final = {Sample.Status.COMPLETED: "stop", Sample.Status.TRUNCATED: "length"}
+_CONCURRENCY: Final = 40
+_FINISH_REASONS: Final = {Sample.Status.COMPLETED: "stop", Sample.Status.TRUNCATED: "length"}
 
 
 class Judge:
-    """A stand-in for a reward function: how many different words a response has. It notes what it is asked.
+    """A reward function for the demo: the number of different words in a response. It records its calls.
 
     Attributes:
-        texts: by the index of a sample, the text that was judged in each call for it.
+        texts: for the index of each sample, the text of each call.
     """
 
     def __init__(self) -> None:
         self.texts: defaultdict[int | None, list[str]] = defaultdict(list)
 
     async def __call__(self, sample: Sample) -> float:
-        """The reward of one finished sample."""
+        """The reward of a finished sample."""
         self.texts[sample.index].append(sample.response)
         return float(len(set(sample.response.split())))
 
     @property
     def most(self) -> int:
-        """Calls for one sample at most."""
+        """The largest number of calls for one sample."""
         return max(map(len, self.texts.values()), default=0)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample with what came of it.
+    """A sample, and the result of the checks on it.
 
     Attributes:
-        calls: how often it was asked for, as the engines have counted. All but the first went on from its own tokens.
-        equal: whether tokens, log-probabilities, text and finish are those of the undisturbed generation; of a sample
-            that is not at its end, whether its tokens and log-probabilities begin it.
-        judged: whether the reward function got its whole text, once; of one that is not at its end, whether never.
+        calls: how many requests the engines got for it. All but the first one resumed it from its tokens.
+        equal: whether tokens, log-probabilities, text and finish reason equal those of the undisturbed generation; for
+            an unfinished sample, whether its tokens and log-probabilities are the start of that generation.
+        judged: whether the reward function was called once, with the whole text; for an unfinished sample, never.
     """
 
     sample: Sample
@@ -86,32 +90,32 @@ class Outcome:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether the sample is finished."""
         return is_finished(self.sample)
 
     @property
     def token_ids(self) -> list[int]:
-        """The response's tokens."""
+        """The tokens of the response."""
         return self.sample.tokens[len(self.sample.tokens) - self.sample.response_length :]
 
     @property
     def mean_logprob(self) -> float:
-        """NaN without a token."""
+        """Of all tokens of the response; NaN if there is none."""
         return float(np.mean(self.sample.rollout_log_probs)) if self.sample.rollout_log_probs else float("nan")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the rollouts came to.
+    """The result of the demo.
 
     Attributes:
-        groups: how many there were in the source, one for each prompt.
-        rollouts: the metrics of each rollout, with ``reward_calls``, the calls of the reward function for one sample
-            at most, up to its end.
-        given: the indices of the groups that the trainer got, rollout after rollout.
-        waiting: of those that wait for the next rollout, cut ones and finished ones.
-        undrawn: of those that nobody has asked for yet.
-        in_flight: groups that were taken, and neither given nor put back; none, if all went well.
+        groups: number of groups in the source, one per prompt.
+        rollouts: the metrics of each rollout, and ``reward_calls``, the largest number of calls of the reward function
+            for one sample until the end of the rollout.
+        given: indices of the groups that the trainer got, in the order of the rollouts.
+        waiting: indices of the groups that wait for the next rollout, partial or finished.
+        undrawn: indices of the groups that were not taken from the source.
+        in_flight: number of groups that were taken, and neither given nor returned: 0 if no group is lost.
         outcomes: of all samples of groups that were taken.
     """
 
@@ -125,53 +129,103 @@ class Report:
 
     @property
     def finished(self) -> list[Outcome]:
-        """Samples at their end."""
+        """Of finished samples."""
         return [outcome for outcome in self.outcomes if outcome.is_finished]
 
     @property
     def resumed(self) -> list[Outcome]:
-        """Of those, samples that were cut before."""
+        """Of finished samples that were aborted and resumed."""
         return [outcome for outcome in self.finished if outcome.calls > 1]
 
     @property
     def lost(self) -> int:
-        """Tokens that came and are in no sample."""
-        came = sum(metrics["rollout/tokens/generated"] for metrics in self.rollouts)
-        return int(came) - count_tokens(outcome.sample for outcome in self.outcomes)
+        """Tokens that were received and are in no sample."""
+        received = sum(metrics["rollout/tokens/generated"] for metrics in self.rollouts)
+        return int(received) - count_tokens(outcome.sample for outcome in self.outcomes)
 
     @property
     def reward_calls(self) -> int:
-        """Calls of the reward function for one sample at most."""
+        """The largest number of calls of the reward function for one sample."""
         return int(max(metrics["reward_calls"] for metrics in self.rollouts))
 
     @property
     def problems(self) -> list[str]:
-        """What went wrong, in words; empty if nothing was lost, doubled or changed."""
-        told = sum(metrics["rollout/tokens/lost"] for metrics in self.rollouts)
-        there = sorted([*self.given, *self.waiting, *self.undrawn])
+        """The checks that failed, in words; empty if nothing was lost, doubled or changed."""
+        dropped = sum(metrics["rollout/tokens/lost"] for metrics in self.rollouts)
+        indices = sorted([*self.given, *self.waiting, *self.undrawn])
         unequal = [outcome.sample.index for outcome in self.outcomes if not outcome.equal]
         misjudged = [outcome.sample.index for outcome in self.outcomes if not outcome.judged]
         checks = {
-            f"samples {unequal} are not as in their undisturbed generation": not unequal,
-            f"{self.lost} tokens are in no sample, {told:.0f} were dropped": not self.lost and not told,
-            f"samples {misjudged} were not judged exactly once, at their end, by all of their text": not misjudged,
-            f"groups {there} are there, and {self.in_flight} in flight, instead of each of {self.groups} once": (
-                there == list(range(self.groups)) and not self.in_flight
+            f"samples {unequal} differ from their undisturbed generation": not unequal,
+            f"{self.lost} tokens are in no sample, {dropped:.0f} were dropped": not self.lost and not dropped,
+            f"samples {misjudged} were not judged exactly once, when finished, with their whole text": not misjudged,
+            f"groups {indices} were found, and {self.in_flight} in flight, instead of each of {self.groups} once": (
+                indices == list(range(self.groups)) and not self.in_flight
             ),
         }
-        return [problem for problem, is_well in checks.items() if not is_well]
+        return [problem for problem, passed in checks.items() if not passed]
+
+
+def command(
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help='File of prompts, one JSON object per line, such as {"prompt": "..."}. Default: 32 built-in prompts.',
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="File for the finished samples, one JSON object per line.")
+    ] = Path("demo.jsonl"),
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Engine whose HTTP API is emulated.")] = "sglang",
+    incremental: Annotated[
+        bool,
+        typer.Option(
+            "--incremental/--cumulative",
+            help="Whether each event holds only the new tokens, or the whole response so far. vLLM always sends only "
+            "new tokens.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Sampling seed: another seed generates other samples.")] = 0,
+) -> None:
+    """Run two rollouts on two loopback engines, abort and resume samples, and check that no token is lost.
+
+    Exits with 0 if every sample equals its undisturbed generation, no token was
+    lost, each reward was computed exactly once, and no group is missing; otherwise
+    with 1.
+    """
+    try:
+        texts = read_prompts(prompts)
+        check_out(out)
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    import_loopback()
+    report = run(texts, engine=engine, incremental=incremental, seed=seed, on_step=_print_line)
+    try:
+        write(report.outcomes, out)
+    except OSError as error:
+        fail(f"{out} cannot be written: {error}")
+    print_report(report)
+    _print_line(f"The finished samples are in {out}")
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def _print_line(line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
 
 
 def read_prompts(path: Path | None = None) -> list[str]:
-    """The prompts of a JSON-lines file with a ``prompt`` in each line; None: those that come with the package.
+    """The prompts of a file with a JSON object with ``prompt`` in each line; None: those that come with the package.
 
     Raises:
-        ValueError: a line is no such object, or there is none; the message names it.
+        ValueError: a line is anything else, or there is no line; the message names the line.
     """
     source = importlib.resources.files("streamfold") / "prompts.jsonl" if path is None else path
     lines = source.read_bytes().splitlines()
     if not lines:
-        raise ValueError(f'{source} is empty: lines like {{"prompt": "..."}} were expected')
+        raise ValueError(f'{source} is empty: it must have lines like {{"prompt": "..."}}')
     return [_prompt(line, f"{source}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
@@ -179,7 +233,7 @@ def _prompt(line: bytes, place: str) -> str:
     try:
         return str(orjson.loads(line)["prompt"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f'{place}: an object like {{"prompt": "..."}} was expected') from None
+        raise ValueError(f'{place}: not a JSON object like {{"prompt": "..."}}') from None
 
 
 def run(
@@ -188,48 +242,50 @@ def run(
     engine: Literal["sglang", "vllm"] = "sglang",
     incremental: bool = False,
     seed: int = 0,
-    tell: Callable[[str], object] = lambda _line: None,
+    on_step: Callable[[str], object] = lambda _line: None,
 ) -> Report:
-    """Do the rollouts, and compare what came with what the engines generate undisturbed.
+    """Run the rollouts, and compare their samples with what the engines generate undisturbed.
 
     Args:
-        prompts: one group of samples for each.
-        engine: whose HTTP interface the engines have.
-        incremental: whether the engines' events hold what is new, or everything; vLLM's always hold what is new.
+        prompts: each makes one group.
+        engine: whose HTTP API the loopback engines have.
+        incremental: whether each event holds only new tokens, or the whole response; vLLM's hold only new tokens.
         seed: of the sampling.
-        tell: is given a line at each step.
+        on_step: called with a line of text at each step.
 
     Raises:
-        ImportError: the engine in a box needs its extra; the message says which.
-        StreamfoldError: too many groups failed, which the demo does not expect.
+        ImportError: the loopback engine needs an extra; the message names it.
+        StreamfoldError: too many groups failed.
     """
-    from streamfold.loopback import Loopback, Router  # noqa: PLC0415  # an extra, which only this needs
+    from streamfold.loopback import Loopback, Router  # noqa: PLC0415  # an extra that only this function needs
 
-    how = {"engine": engine, "incremental": incremental} if engine == "sglang" else {"engine": engine}
-    options = {**ENGINE, **how, "keep_requests": 64 + 8 * SAMPLES_PER_PROMPT * len(prompts)}
+    format_ = {"incremental": incremental} if engine == "sglang" else {}
+    options = {**ENGINE, **format_, "engine": engine, "keep_requests": 64 + 8 * SAMPLES_PER_PROMPT * len(prompts)}
     judge = Judge()
     with Loopback(**options) as one, Loopback(**options) as two, Router([one, two], "least_load") as router:
         tokenizer = one.tokenizer
-        groups = max(1, 7 * len(prompts) // 16)  # so that two rollouts leave something over
+        groups = max(1, 7 * len(prompts) // 16)  # so that two rollouts do not use all of them
         config = RolloutConfig(
             sampling_params=PARAMS,
             groups=groups,
             n_samples_per_prompt=SAMPLES_PER_PROMPT,
             over_sampling=groups + max(1, 4 * groups // 7),
-            concurrency=_AT_ONCE,
+            concurrency=_CONCURRENCY,
             partial_rollout=True,
             stop_ids=(tokenizer.eos_token_id,),
             seed=seed,
         )
-        tell(f"Two engines in a box, behind a router at {router.url}: a deterministic model, real HTTP")
-        tell(
+        on_step(f"Two loopback engines behind a router at {router.url}: a deterministic mock model, real HTTP")
+        on_step(
             f"{len(prompts)} prompts, {SAMPLES_PER_PROMPT} samples each; a rollout needs {config.groups} groups "
-            f"and begins with {config.ask}"
+            f"and starts {config.ask}"
         )
         samples = (Sample(prompt=prompt, tokens=tokenizer.encode(prompt)) for prompt in prompts)
         buffer = Buffer(prompt_groups(samples, SAMPLES_PER_PROMPT))
         client = Client(router.url, engine=engine, tokenizer=tokenizer)
-        metrics, given = asyncio.run(_rollouts(client, config, buffer, judge=judge, engines=[one, two], tell=tell))
+        metrics, given = asyncio.run(
+            _rollouts(client, config, buffer, judge=judge, engines=[one, two], on_step=on_step)
+        )
         in_flight = buffer.in_flight
         waiting = buffer.take(len(buffer))
         calls = _calls([one, two])
@@ -256,25 +312,26 @@ async def _rollouts(
     *,
     judge: Judge,
     engines: Sequence[Loopback],
-    tell: Callable[[str], object],
-) -> tuple[list[dict[str, float]], list[list[Sample]]]:
-    """One rollout after the other, with new weights in between: their metrics and their groups."""
-    metrics, given = [], []
+    on_step: Callable[[str], object],
+) -> tuple[list[dict[str, float]], list[Group]]:
+    """Run the rollouts, with new weights in between; returns their metrics and their groups."""
+    metrics: list[dict[str, float]] = []
+    given: list[Group] = []
     async with client:
         rollout = Rollout(client, config, reward=judge)
         for number in range(1, ROLLOUTS + 1):
             if number > 1:
                 await _update_weights(engines, str(number))
-                tell(f"The engines have new weights, version {number}; what was cut goes on with them")
+                on_step(f"The engines have new weights, version {number}, with which aborted samples are resumed")
             result = await rollout.run(buffer, number)
             metrics.append({**result.metrics, "reward_calls": float(judge.most)})
             given += result.groups
-            tell(f"Rollout {number}: {len(result.groups)} groups are done, {len(buffer)} wait for the next one")
+            on_step(f"Rollout {number}: {len(result.groups)} groups are done, {len(buffer)} wait for the next rollout")
     return metrics, given
 
 
 async def _update_weights(engines: Sequence[Loopback], version: str) -> None:
-    """Do as a trainer does when it has new weights. Who does not say false aborts everything that runs."""
+    """Set the version of the weights, as a trainer does. By default an engine would abort all requests then."""
     async with httpx.AsyncClient(trust_env=False) as http:
         for engine in engines:
             body = {"new_version": version, "abort_all_requests": False}
@@ -283,15 +340,15 @@ async def _update_weights(engines: Sequence[Loopback], version: str) -> None:
 
 
 def _calls(engines: Sequence[Loopback]) -> Counter[str | None]:
-    """How often each sample was asked for. All its requests carry the id of its session, for routers to see."""
+    """The number of requests per sample, by its session id, which is in a header of all its requests."""
     seen = (request for engine in engines for request in engine.seen())
-    # Under SGLang's name or vLLM's.
+    # SGLang's header or vLLM's.
     sessions = (request.headers.get("x-smg-routing-key", request.headers.get("x-session-id")) for request in seen)
     return Counter(session for session in sessions if session)
 
 
 def compare(sample: Sample, engine: Loopback, seed: int, *, calls: int, judged: Sequence[str]) -> Outcome:
-    """Compare a sample, and the texts that were judged of it, with the undisturbed generation of its prompt."""
+    """Compare a sample, and its texts that the reward function got, with the undisturbed generation of its prompt."""
     prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
     expected = _undisturbed(engine, prompt, seed)
     return Outcome(
@@ -303,7 +360,7 @@ def compare(sample: Sample, engine: Loopback, seed: int, *, calls: int, judged: 
 
 
 def _undisturbed(engine: Loopback, prompt: Sequence[int], seed: int) -> Reply:
-    """What an engine gives if nothing happens to the request; asked for in its own words."""
+    """What an engine generates if a request is not aborted."""
     if engine.config.engine == "sglang":
         return engine.undisturbed(prompt, {**PARAMS, "sampling_seed": seed}, return_logprob=True)
     params = {"max_tokens": PARAMS["max_new_tokens"], "temperature": PARAMS["temperature"], "seed": seed, "logprobs": 1}
@@ -318,17 +375,17 @@ def _differences(sample: Sample, expected: Reply) -> Iterator[bool]:
     if is_finished(sample):
         yield length != len(expected.token_ids)
         yield sample.response != "".join(expected.pieces or ())
-        yield expected.finish is None or _FINISH[sample.status] != expected.finish["type"]
+        yield expected.finish is None or _FINISH_REASONS[sample.status] != expected.finish["type"]
 
 
 def write(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Save the finished samples, one JSON object a line."""
+    """Write the finished samples, one JSON object per line."""
     with path.open("wb") as file:
         for outcome in outcomes:
             sample = outcome.sample
             if not outcome.is_finished:
                 continue
-            told = {
+            line = {
                 "group_index": sample.group_index,
                 "index": sample.index,
                 "prompt": sample.prompt,
@@ -336,10 +393,10 @@ def write(outcomes: Sequence[Outcome], path: Path) -> None:
                 "token_ids": outcome.token_ids,
                 "logprobs": sample.rollout_log_probs,
                 "text": sample.response,
-                "finish_reason": _FINISH[sample.status],
+                "finish_reason": _FINISH_REASONS[sample.status],
                 "reward": sample.reward,
                 "version_spans": sample.version_spans,
                 "calls": outcome.calls,
                 "equal": outcome.equal,
             }
-            file.write(orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))

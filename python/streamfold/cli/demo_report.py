@@ -1,0 +1,91 @@
+"""Prints the report of ``streamfold demo``: metrics of both rollouts, some samples, and the result of the checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from streamfold.cli.console import console
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from streamfold.cli.demo import Outcome, Report
+
+__all__ = ["print_report"]
+
+_ROWS: Final = (  # label, metric, decimals
+    ("groups done: given to the trainer", "rollout/groups/done", 0),
+    ("groups aborted: not needed any more", "rollout/groups/aborted", 0),
+    ("groups put back, for the next rollout", "rollout/groups/put_back", 0),
+    ("groups kept: finished, but not needed yet", "rollout/groups/kept", 0),
+    ("samples started", "rollout/samples/started", 0),
+    ("  of which resumed from their tokens", "rollout/samples/resumed", 0),
+    ("tokens generated", "rollout/tokens/generated", 0),
+    ("tokens kept of aborted samples", "rollout/tokens/kept", 0),
+    ("tokens lost", "rollout/tokens/lost", 0),
+    ("rewards computed", "rollout/rewards", 0),
+    ("  calls per sample, at most", "reward_calls", 0),
+    ("tokens/s", "rollout/tokens_per_second", 0),
+    ("seconds", "rollout/seconds", 1),
+)
+_SHOWN_SAMPLES: Final = 8
+_WHY: Final = """\
+Why it matters: a trainer that waits for its slowest samples wastes GPU time. So a rollout starts more groups than it
+needs, aborts the rest when it has enough, and the next rollout resumes them with new weights. If a token is lost or
+doubled on the way, or paired with the log-probability of another token, the model trains on data that was never
+sampled, without any error. To run the same on your own engine: examples/rollout.py in the repository."""
+
+
+def print_report(report: Report) -> None:
+    """Print two tables, the result of the checks, and what it means or what went wrong."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("")
+    for number in range(1, len(report.rollouts) + 1):
+        table.add_column(f"rollout {number}", justify="right", min_width=10)
+    for label, metric, digits in _ROWS:
+        table.add_row(label, *(f"{metrics[metric]:,.{digits}f}" for metrics in report.rollouts))
+    console.print("", table, "", _sample_table(_examples(report)), "", sep="\n")
+    equal = sum(outcome.equal for outcome in report.finished)
+    console.print(
+        f"{equal} of {len(report.finished)} finished samples equal the undisturbed generation, "
+        f"{len(report.resumed)} of them were aborted and resumed\n"
+        f"tokens lost: {report.lost}; calls of the reward function per sample: {report.reward_calls} at most\n"
+        f"{report.groups} groups: {len(report.given)} done, {len(report.waiting)} wait for the next rollout, "
+        f"{len(report.undrawn)} not started",
+        style="bold red" if report.problems else "bold green",
+    )
+    for problem in report.problems:
+        console.print(f"FAILED: {problem}", style="bold red", markup=False)
+    if not report.problems:
+        console.print(_WHY.replace("\n", " "))
+
+
+def _examples(report: Report) -> list[Outcome]:
+    """Some finished samples, at most one of each group, most of them resumed if there are enough."""
+    chosen: dict[int | None, Outcome] = {}
+    for most, outcomes in ((_SHOWN_SAMPLES - 2, report.resumed), (_SHOWN_SAMPLES, report.finished)):
+        for outcome in outcomes:
+            if len(chosen) < most:
+                chosen.setdefault(outcome.sample.group_index, outcome)
+    return list(chosen.values())
+
+
+def _sample_table(outcomes: Iterable[Outcome]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("prompt", no_wrap=True, max_width=20)
+    for name in ("tokens", "mean\nlogprob", "requests", "tokens by\nweights", "equals\nundisturbed"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
+    for outcome in outcomes:
+        sample = outcome.sample
+        table.add_row(
+            Text(str(sample.prompt)),  # not markup, even if it has brackets
+            str(sample.response_length),
+            f"{outcome.mean_logprob:.2f}",
+            str(outcome.calls) if outcome.calls < 2 else f"{outcome.calls} (aborted {outcome.calls - 1}x)",
+            ", ".join(f"v{version}: {end - start}" for version, start, end in sample.version_spans),
+            "yes" if outcome.equal else "NO",
+        )
+    return table
