@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from streamfold.cli import demo
+from streamfold.cli import demo_job as demo
 from streamfold.cli.main import app
 from streamfold.cli.recording import Recording
 from streamfold.errors import StreamTruncated

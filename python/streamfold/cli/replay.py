@@ -103,5 +103,5 @@ def _first_values(array: Any) -> str | None:  # noqa: ANN401  # an array of any 
     return shown if len(array) <= _SHOWN_VALUES else f"{shown}, … ({len(array)} in all)"
 
 
-def _shape(array: Any) -> str | None:  # noqa: ANN401  # likewise
+def _shape(array: Any) -> str | None:  # noqa: ANN401  # an array, or None
     return None if array is None else f"{array.dtype} {array.shape}"
