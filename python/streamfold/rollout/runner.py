@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import Slots
 from streamfold.errors import StreamfoldError
 from streamfold.rollout.groups import (
@@ -96,7 +97,6 @@ class GroupRunner:
         stats: counts.
 
     Attributes:
-        aborted: whether :meth:`stop_starting` was called.
         tasks: the generate and reward functions that are running.
     """
 
@@ -109,7 +109,7 @@ class GroupRunner:
         concurrency: int,
         stats: RolloutStats,
     ) -> None:
-        self.aborted = False
+        self._abort_signal: Final = AbortSignal()
         self.tasks: Final = AbortableTasks()
         self._config = config
         self._generate = generate
@@ -119,6 +119,11 @@ class GroupRunner:
         self._limiter = RateLimiter(config.starts_per_ms)
         self._skips_rewards = False
         self._has_warned = False
+
+    @property
+    def aborted(self) -> bool:
+        """Whether :meth:`stop_starting` was called."""
+        return self._abort_signal.is_set()
 
     async def run(self, outcome: GroupOutcome) -> None:
         """Generate and judge the group of ``outcome``."""
@@ -130,7 +135,7 @@ class GroupRunner:
 
     def stop_starting(self) -> None:
         """Start nothing any more; samples that wait for a slot end without a request."""
-        self.aborted = True
+        self._abort_signal.set()
         self._slots.dismiss()
 
     def abort_rewards(self) -> None:
@@ -203,7 +208,7 @@ class GroupRunner:
         if self._config.seed is not None:
             params["sampling_seed"] = self._config.seed + place
         with self._stats.generating(sample) as counted:
-            work = self._generate(sample, params, aborted=lambda: self.aborted)
+            work = self._generate(sample, params, aborted=self._abort_signal)
             made = await self.tasks.run(work, self._abort_mode_of(sample))
             if made is None or made == []:
                 raise TypeError(f"generate returned {made}: it must return the sample, or a list of samples made of it")
@@ -272,7 +277,7 @@ class GroupRunner:
 
 
 async def _run_all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently, and wait until all have ended, whatever they raise."""
+    """Run coroutines concurrently, and wait until all have ended, even if some raise an error."""
     if len(work) == 1:
         return await work[0]
     tasks = [asyncio.get_running_loop().create_task(each) for each in work]
