@@ -77,7 +77,7 @@ async def test_a_worker_that_is_dead_and_one_that_is_deaf_do_not_keep_a_rollout_
     speech: Speech, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """THUDM/slime#1615."""
-    monkeypatch.setattr(abort, "_SECONDS", 0.4)  # that a deaf one is given
+    monkeypatch.setattr(abort, "_TIMEOUT_SECONDS", 0.4)  # that a deaf one is given
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
