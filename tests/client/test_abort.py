@@ -1,4 +1,4 @@
-"""Aborts and cancels: who is told, in which order, what is kept, and that nothing runs on."""
+"""Aborts and cancels: which abort requests are sent, in which order, what is kept, and that nothing keeps running."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ drains = pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # vLLM sends no 
 
 
 def obeys(speech: Speech, server: Replay, *last: bytes, after: float = 0.0) -> Route:
-    """An engine that ends a request when it is told to, with a terminal event that may take its time."""
+    """An engine that ends a request on its abort, with a terminal event that may be slow."""
 
     def route(request: Request) -> Iterator[Step]:
         yield from (head(), *map(chunk, speech.events(2, finish=None)))
@@ -103,7 +103,7 @@ async def test_an_engine_that_does_not_answer_the_abort_is_left_after_a_second(
     await until(lambda: server.open == 0)
 
 
-async def test_tokens_that_arrive_while_the_engine_is_being_told_are_kept(speech: Speech) -> None:
+async def test_tokens_that_arrive_while_the_abort_is_sent_are_kept(speech: Speech) -> None:
     async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
         server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"))
         async with speech.client(server.url) as client:
@@ -161,7 +161,7 @@ async def test_every_way_to_ask_for_side_data_makes_an_abort_drain(speech: Speec
 
 
 @drains
-async def test_a_drain_ends_when_its_time_is_up_and_keeps_what_came(speech: Speech) -> None:
+async def test_a_drain_ends_when_its_time_is_up_and_keeps_what_was_received(speech: Speech) -> None:
     async with (
         speech.replay(speech.running) as server,
         speech.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=0.2)) as client,
@@ -249,7 +249,7 @@ async def test_abort_all_leaves_a_drain_alone_that_is_under_way(speech: Speech) 
 # An abort in every phase.
 
 
-async def test_an_abort_before_the_first_token_is_told_twice_as_the_first_may_have_come_too_early(
+async def test_an_abort_before_the_first_token_is_sent_twice_as_the_first_may_arrive_too_early(
     speech: Speech,
 ) -> None:
     async with speech.replay([HANG]) as server, speech.client(server.url) as client:
@@ -261,7 +261,7 @@ async def test_an_abort_before_the_first_token_is_told_twice_as_the_first_may_ha
         assert server.aborts == [call.rid] * 2
 
 
-async def test_an_abort_that_the_engine_has_obeyed_is_not_told_again(speech: Speech) -> None:
+async def test_an_abort_after_which_the_stream_has_ended_is_not_repeated(speech: Speech) -> None:
     async with speech.replay() as server:
 
         def queued(request: Request) -> Iterator[Step]:
@@ -298,7 +298,7 @@ async def test_an_abort_in_the_queue_for_a_slot_sends_nothing_and_lets_the_next_
         assert server.aborts == [first.rid]
 
 
-async def test_no_request_leaves_after_its_abort_whatever_step_it_has_reached(speech: Speech) -> None:
+async def test_no_request_leaves_after_its_abort_at_any_step(speech: Speech) -> None:
     # A step of the event loop at a time, from before the connect until after the request.
     async with speech.replay(speech.running) as server:
         for steps in range(60):
@@ -307,17 +307,17 @@ async def test_no_request_leaves_after_its_abort_whatever_step_it_has_reached(sp
                 for _ in range(steps):
                     await asyncio.sleep(0)
                 abort_soon(call)
-                told_later = has_ended(call)
+                ended_at_once = has_ended(call)
                 await call
             await until(lambda: server.open == 0)
             arrived = call.rid in [request.rid for request in server.generates]
-            assert arrived <= (call.rid in server.aborts), "it left, and the engine was not told to end it"
-            assert not (arrived and told_later), "it left after its abort had ended the call"
-        assert server.generates, "none got as far as that"
+            assert arrived <= (call.rid in server.aborts), "it left, and was not aborted at the engine"
+            assert not (arrived and ended_at_once), "it left after its abort had ended the call"
+        assert server.generates, "none of them left"
         assert len(server.generates) < 60, "all did"
 
 
-async def test_an_abort_after_the_end_changes_nothing_and_tells_nobody(speech: Speech) -> None:
+async def test_an_abort_after_the_end_changes_nothing_and_sends_nothing(speech: Speech) -> None:
     async with speech.replay(stream(*speech.events(3), DONE)) as server, speech.client(server.url) as client:
         call = client.start(PROMPT, ASKED)
         generation = await call
@@ -335,9 +335,9 @@ async def test_an_abort_after_a_failure_gives_what_was_kept_and_the_error_stays(
         call = client.start(PROMPT, ASKED)
         with pytest.raises(StreamTruncated) as failed:
             await call
-        told = len(server.aborts)
+        sent = len(server.aborts)
         assert await call.abort() is failed.value.partial
-        assert len(server.aborts) == told
+        assert len(server.aborts) == sent
         with pytest.raises(StreamTruncated):
             await call
 
@@ -392,7 +392,7 @@ async def test_a_cancel_drains_as_an_abort_does(speech: Speech) -> None:
             assert (await call.abort()).routed_experts is not None
 
 
-async def test_a_time_out_around_a_call_aborts_it(speech: Speech) -> None:
+async def test_a_timeout_around_a_call_aborts_it(speech: Speech) -> None:
     async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(client.generate(PROMPT, ASKED), 0.2)

@@ -64,7 +64,7 @@ async def test_calls_that_are_started_while_all_are_aborted_run_on(speech: Speec
 # Behind a router.
 
 
-async def test_behind_a_router_each_worker_is_told_and_the_router_is_not(speech: Speech) -> None:
+async def test_behind_a_router_aborts_go_to_each_worker_and_not_to_the_router(speech: Speech) -> None:
     async with speech.replay() as one, speech.replay() as two:
         workers = answer_json({"workers": [{"url": one.url}, {"url": two.url}]})
         async with (
@@ -80,7 +80,7 @@ async def test_behind_a_router_each_worker_is_told_and_the_router_is_not(speech:
             assert one.requests[0].headers["authorization"] == "Bearer k"
 
 
-async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_being_told(
+async def test_a_dead_worker_is_logged_once_and_does_not_delay_aborts_at_the_others(
     speech: Speech, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
@@ -101,7 +101,7 @@ async def test_a_dead_worker_is_reported_once_and_does_not_keep_the_others_from_
         assert len(caplog.records) == 2
 
 
-async def test_an_early_abort_is_told_again_to_each_worker_without_waiting_for_one_that_hangs(
+async def test_an_early_abort_is_repeated_at_each_worker_without_waiting_for_one_that_hangs(
     speech: Speech, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 60.0)
@@ -161,7 +161,7 @@ async def test_the_list_of_workers_is_asked_for_now_and_then_and_soon_after_a_fa
             await asyncio.sleep(0.1)
 
 
-async def test_a_worker_whose_abort_was_not_found_for_a_moment_is_told_of_later_ones(
+async def test_a_worker_whose_abort_endpoint_was_missing_for_a_moment_gets_later_aborts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What stands before a worker that restarts may answer for it. Some releases are ended by nothing but an abort."""
@@ -192,13 +192,13 @@ async def test_a_router_in_trouble_does_not_make_its_workers_forgotten(
             assert router.aborts == []
 
 
-async def test_many_aborts_at_once_are_told_on_few_connections(speech: Speech) -> None:
+async def test_many_simultaneous_aborts_use_few_connections(speech: Speech) -> None:
     count = 100
     async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         calls = [client.start(PROMPT, ASKED) for _ in range(count)]
         await until(lambda: sum(call.token_count for call in calls) == 2 * count)
         await client.abort_all()
-        await until(lambda: len(server.aborts) >= count)  # on a slow machine, sockets close before all are told
+        await until(lambda: len(server.aborts) >= count)  # on a slow machine, sockets close before all aborts arrive
         assert sorted(server.aborts) == sorted(call.rid for call in calls)
         assert server.most_open <= count + 32
     await until(lambda: server.open == 0)
@@ -220,7 +220,7 @@ async def test_an_abort_that_the_engine_refuses_is_logged_and_ends_the_call_all_
             await client.load()
 
 
-async def test_a_worker_that_hangs_keeps_neither_the_others_from_being_told_nor_the_client_from_closing(
+async def test_a_worker_that_hangs_delays_neither_aborts_at_the_others_nor_the_closing_of_the_client(
     speech: Speech,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The server abort: everything on every engine is ended, whatever state the engines are in.
+"""The abort of all requests on all engines, in any state of the engines.
 
 The kinds of fault are THUDM/slime#1615 (one engine is down when the abort goes out, and the rollout ends) and
 vllm-project/vime#294 (a request that reaches the engine just after the sweep, for which the drain waits for ever).
@@ -31,13 +31,13 @@ NO_ROUTER = answer_json({"detail": "Not Found"}, 404)
 def engine(speech: Speech, *loads: int | Steps, abort: Steps | None = None) -> Replay:
     """An engine that tells these loads one after the other, the last one ever after."""
     server = speech.replay(routes={} if abort is None else {speech.abort_path: abort, speech.abort_all_path: abort})
-    told = [speech.load(load) if isinstance(load, int) else load for load in loads]
-    server.routes[speech.load_path] = in_turn(server, *told, path=speech.load_path)
+    responses = [speech.load(load) if isinstance(load, int) else load for load in loads]
+    server.routes[speech.load_path] = in_turn(server, *responses, path=speech.load_path)
     return server
 
 
 def sweeps(speech: Speech, server: Replay) -> int:
-    """How often it was told to end all; no single request may have been named to it."""
+    """How many aborts of all requests it got; no abort of a single one."""
     bodies = [request.json for request in server.at(speech.abort_all_path)]
     assert bodies == [speech.abort_all_body] * len(bodies)
     return len(bodies)
@@ -111,9 +111,9 @@ async def test_an_engine_that_never_gets_idle_is_given_up_when_the_time_is_over(
         assert await asyncio.wait_for(client.abort_engines(1), 20) is False
         assert sweeps(speech, server) > 1
         assert warnings(caplog, server) == 1
-        told = sweeps(speech, server)
+        count = sweeps(speech, server)
         await asyncio.sleep(0.1)
-        assert sweeps(speech, server) == told, "it is over"
+        assert sweeps(speech, server) == count, "it is over"
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["hanging", "behind one that hangs"])
@@ -139,7 +139,7 @@ async def test_when_the_time_is_over_no_abort_of_all_is_left_that_could_end_what
 # What goes wrong.
 
 
-async def test_a_dead_and_a_deaf_worker_are_logged_once_and_do_not_keep_the_others_from_being_emptied(
+async def test_a_dead_and_a_hanging_worker_are_logged_once_and_do_not_delay_the_aborts_at_the_others(
     speech: Speech,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -177,7 +177,7 @@ async def test_a_worker_that_answers_and_may_not_be_idle_is_logged_once_and_coun
         async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
             assert await asyncio.wait_for(client.abort_engines(), 10) is False
             assert sweeps(speech, alive) == 3
-            assert 1 <= sweeps(speech, odd) <= 2, "it is not asked for ever"
+            assert 1 <= sweeps(speech, odd) <= 2, "the requests end"
             assert [warnings(caplog, server) for server in (odd, alive)] == [1, 0]
 
 
@@ -244,10 +244,10 @@ async def test_a_server_abort_that_is_broken_off_leaves_nothing_and_warns_of_not
             else:
                 await asyncio.wait_for(client.aclose(), 5)
                 assert await asyncio.wait_for(aborting, 5) is False
-            told = sweeps(speech, server)
+            count = sweeps(speech, server)
             await asyncio.sleep(0.1)
-            assert sweeps(speech, server) == told, "it goes on"
-            assert warnings(caplog, server) == 0, "who breaks it off need not be told"
+            assert sweeps(speech, server) == count, "it continues"
+            assert warnings(caplog, server) == 0, "a cancelled abort logs nothing"
         await until(lambda: server.open == 0)
     await until(lambda: asyncio.all_tasks() == tasks)
 

@@ -1,4 +1,4 @@
-"""Cancels and a host's own flag at every point at which a call can wait: nothing is sent afterwards, nothing is lost.
+"""Cancels and a host's abort flag at every point where a call can wait: nothing is sent afterwards, nothing is lost.
 
 The kinds of fault are jd/tenacity#529 (a retry that swallows a cancel) and vllm-project/vime#294 (a request that
 leaves just after the abort of all).
@@ -116,7 +116,7 @@ async def test_a_cancel_goes_through_from_the_connect_and_no_request_leaves_late
             assert client.running == []
             accepting = asyncio.ensure_future(asyncio.to_thread(first_bytes, server))
         received = await accepting
-        assert received, "nobody came: this tests nothing"
+        assert received, "no connection was made: this tests nothing"
         assert not any(received)
 
 

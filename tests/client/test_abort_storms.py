@@ -1,6 +1,6 @@
-"""Storms of aborts over real HTTP: what was kept is the beginning of the undisturbed run, and every engine was told.
+"""Many aborts over real HTTP: what is kept is a prefix of the undisturbed run, and every engine gets the aborts.
 
-The kind of fault is encode/httpx#1461 and PrimeIntellect-ai/prime-rl#1939: of requests that are cut around their
+The kind of fault is encode/httpx#1461 and PrimeIntellect-ai/prime-rl#1939: of requests that are aborted around their
 connect or in a burst of starts, some are left over, and others begin after the end.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BOTH_LOOPS = True
 
-# Engines that never notice that a client has left, and say more than anybody waits for.
+# Engines that never notice a disconnect, with responses longer than any test waits for.
 OPTIONS: dict[str, Any] = {"leave_delay": None, "stop_probability": 0, "token_rate": 500, "prefill_delay": 0.003}
 WIRES = (
     Wire("incremental", {**OPTIONS, "incremental": True}),
@@ -45,7 +45,7 @@ def beginnings(site: Site) -> list[Reply]:
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 @pytest.mark.parametrize("count", [80, pytest.param(2500, marks=pytest.mark.soak)])
 @pytest.mark.timeout(600)
-async def test_calls_that_are_aborted_at_any_moment_keep_a_true_beginning_and_every_engine_is_told(
+async def test_calls_that_are_aborted_at_any_moment_keep_a_true_prefix_and_every_engine_gets_the_aborts(
     wire: Wire, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, dice = departures(monkeypatch), random.Random(count)

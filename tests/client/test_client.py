@@ -1,4 +1,4 @@
-"""The client over real HTTP: what leaves, what comes back, how many at once, and how it is opened and closed."""
+"""The client over real HTTP: requests, responses, limits, opening and closing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOTH_LOOPS = True
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-async def test_a_generation_holds_what_the_engine_sent_however_it_was_cut(speech: Speech, size: int) -> None:
+async def test_a_generation_holds_what_the_engine_sent_however_the_bytes_are_split(speech: Speech, size: int) -> None:
     async with speech.replay(dripped(speech.whole, size)) as server, speech.client(server.url) as client:
         generation = await client.generate(PROMPT, {"max_new_tokens": 8})
     assert generation.token_ids.tolist() == [1, 2, 3]
@@ -77,7 +77,7 @@ async def test_a_failed_call_raises_the_same_error_each_time(speech: Speech) -> 
         assert len(last.traceback) == depth, "the traceback grows"
 
 
-async def test_a_failure_that_nobody_awaits_is_not_reported_as_never_retrieved(speech: Speech) -> None:
+async def test_a_failure_that_is_never_awaited_is_not_reported_as_never_retrieved(speech: Speech) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     async with speech.replay(stream(*speech.events(2, finish=None))) as server, speech.client(server.url) as client:
@@ -158,7 +158,7 @@ async def test_a_body_that_does_not_end_is_waited_for_within_bounds(speech: Spee
         assert server.aborts == []
 
 
-async def test_a_body_that_goes_on_after_its_end_is_read_within_bounds(speech: Speech) -> None:
+async def test_a_body_that_continues_after_its_terminal_event_is_read_within_bounds(speech: Speech) -> None:
     written = 0
 
     def endless(request: Request) -> Iterator[Step]:
@@ -179,7 +179,7 @@ async def test_a_body_that_goes_on_after_its_end_is_read_within_bounds(speech: S
 
 
 async def test_no_more_calls_run_than_the_limit_and_waiting_for_a_slot_is_no_error(speech: Speech) -> None:
-    # The last waits for its slot several times as long as the time-outs allow an engine to take.
+    # The last waits for its slot several times as long as the timeouts.
     limits, timeouts = Limits(calls=4), Timeouts(connect=0.5, first_token=0.2, next_token=0.2)
     steps: list[Step] = [0.05, *speech.whole]
     async with speech.replay(steps) as server, speech.client(server.url, limits=limits, timeouts=timeouts) as client:
@@ -284,7 +284,7 @@ async def test_the_load_is_the_sum_over_all_workers_of_a_router(speech: Speech) 
 @pytest.mark.parametrize(
     "reply", [answer_json({"detail": "no"}, 404), answer_json("busy"), [HANG], [head(200, "x", 9), HANG]]
 )
-async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
+async def test_a_load_that_is_not_reported_is_an_error_and_not_idle(
     speech: Speech, reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
@@ -293,9 +293,7 @@ async def test_a_load_that_is_not_told_is_an_error_and_not_idle(
             await asyncio.wait_for(client.load(), 10)
 
 
-async def test_a_load_that_nobody_waits_for_any_more_leaves_nothing(
-    speech: Speech, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_load_request_leaks_nothing(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
     before = asyncio.all_tasks()
     async with speech.replay(routes={speech.load_path: [HANG]}) as slow, speech.replay() as broken:
@@ -354,7 +352,7 @@ async def test_nothing_can_be_started_while_the_client_closes(speech: Speech) ->
         assert len((await call).token_ids) == 0
 
 
-async def test_a_closing_that_is_cancelled_goes_on(speech: Speech) -> None:
+async def test_a_cancelled_aclose_still_closes_the_client(speech: Speech) -> None:
     async with speech.replay([HANG]) as server:
         client = speech.client(server.url)
         call = client.start(PROMPT, ASKED)

@@ -1,4 +1,4 @@
-"""How a call ends that did not end well: the error that it raises, what it keeps, and what the engine is told."""
+"""How a failed call ends: its error, what it keeps, and whether the request is aborted at the engine."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ async def test_an_http_error_is_an_engine_error_with_the_servers_words(
         [head(503, length=100) + b'{"error":"half', HANG],
         [head(503), *[chunk(b'{"error":"half' + b" " * 100_000)] * 20, HANG],
     ],
-    ids=["cut", "silent", "endless"],
+    ids=["interrupted", "silent", "endless"],
 )
 async def test_an_error_page_that_does_not_end_is_quoted_as_far_as_it_came(speech: Speech, steps: list[Step]) -> None:
     async with speech.replay(steps) as server:
@@ -291,7 +291,7 @@ async def test_an_error_event_is_an_engine_error_and_the_tokens_before_it_are_ke
     ],
     ids=["silence", "more tokens", "reset", "endless"],
 )
-async def test_a_body_that_does_not_end_after_an_error_event_is_cut_and_the_engine_told(
+async def test_a_body_that_does_not_end_after_an_error_event_is_closed_and_the_request_aborted(
     speech: Speech, rest: Spoken
 ) -> None:
     async with speech.replay([*speech.two, chunk(sse({"error": "broke"})), *speech.told(rest)]) as server:
@@ -339,7 +339,7 @@ async def test_a_refusal_that_comes_in_the_stream_is_an_engine_error(speech: Spe
 async def test_damage_is_a_decode_error_that_keeps_the_good_prefix_and_ends_the_request(
     speech: Speech, damage: Callable[[Speech], bytes], kind: str
 ) -> None:
-    # The engine goes on and on; only an abort ends it.
+    # The engine sends without end; only an abort ends it.
     steps: list[Step] = [*speech.two, chunk(damage(speech)), *[chunk(speech.event([4], 4))] * 3, HANG]
     async with speech.replay(steps) as server:
         error = await failure(speech, server)

@@ -1,4 +1,4 @@
-"""The exception tree: what is caught as what, and what survives a process border."""
+"""The exception classes: their bases, and that they can be pickled with their attributes."""
 
 from __future__ import annotations
 

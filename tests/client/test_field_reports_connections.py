@@ -1,4 +1,4 @@
-"""Connections that break as they open, and requests that are still on their way when they are cut."""
+"""Connections that break as they open, and requests that are aborted in transit."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ async def test_a_connection_that_is_reset_as_it_opens_is_worth_another_try_on_ev
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["late", "never"])
-async def test_an_abort_is_told_again_when_a_request_has_come_through_that_was_slow_on_its_way(comes: bool) -> None:
+async def test_an_abort_is_repeated_when_a_request_that_was_slow_in_transit_has_arrived(comes: bool) -> None:
     """vllm-project/vime#294. A router that is busy may hand a request on after both aborts: the engine has forgotten
-    them, and if it does not notice that the client has left, the request runs on for nobody."""
-    told_before: list[int] = []
+    them, and if it does not notice the disconnect, the request keeps running for no client."""
+    aborts_before: list[int] = []
 
     def reply(_: Request) -> Iterator[Step]:
         if comes:
             yield 0.25
-            told_before.append(len(server.aborts))
+            aborts_before.append(len(server.aborts))
             yield head()
         yield HANG
 
@@ -71,5 +71,5 @@ async def test_an_abort_is_told_again_when_a_request_has_come_through_that_was_s
         await until(lambda: server.generates)
         assert len((await asyncio.wait_for(call.abort(), 3)).token_ids) == 0
         await until(lambda: len(server.aborts) == 2)
-        assert told_before == ([1] if comes else [])
+        assert aborts_before == ([1] if comes else [])
         await asyncio.wait_for(server.generates[0].peer_closed.wait(), 3)

@@ -1,4 +1,4 @@
-"""What a user of a client and a call sees, and the one door to everything else."""
+"""The public names of Client and Call, and internals_of(), the access to everything else."""
 
 from __future__ import annotations
 

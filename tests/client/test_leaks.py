@@ -1,4 +1,4 @@
-"""After any number of aborts and cancels nothing is left: no task, no socket, no slot, no work for the engine.
+"""No leaks after any number of aborts and cancels: no task, no socket, no slot, no work for the engine.
 
 The kind of fault is encode/httpx#1461 and #3782, encode/httpcore#1093: a request that is cancelled while it connects,
 or twice, keeps its place in the pool for good, and in the end every request waits for ever.
@@ -37,7 +37,7 @@ TLS = DATA / "tls"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Loopback]:
-    """An engine that generates for a minute unless it is told to stop: it never notices that a client has left."""
+    """An engine that generates for a minute unless the request is aborted: it never notices a disconnect."""
     with Loopback(token_rate=500, prefill_delay=0.01, incremental=True, stop_probability=0, leave_delay=None) as box:
         yield box
 
@@ -121,7 +121,7 @@ async def test_after_a_storm_of_aborts_and_cancels_nothing_is_left(
             if not (load := await client.load()):
                 break
             await asyncio.sleep(0.05)
-        assert load == 0, "the engine works on for nobody"
+        assert load == 0, "the engine keeps working for no client"
     assert asyncio.all_tasks() == tasks
 
 
@@ -164,7 +164,7 @@ async def test_a_client_that_is_closed_in_the_middle_of_a_storm_leaves_nothing(e
     await until(lambda: open_files() <= files)
 
 
-async def test_a_call_that_has_ended_and_that_nobody_holds_is_gone(engine: Loopback) -> None:
+async def test_an_ended_call_without_references_is_freed(engine: Loopback) -> None:
     def kept() -> int:
         kinds = (Call, Parser, Generation, Connection, httpx.Request, httpx.Response)
         # By type(), as isinstance asks things for their class, and some of torch's warn when they are asked.
@@ -204,7 +204,7 @@ def test_a_loop_that_ends_while_calls_run_ends_them_and_tells_the_engine(
 
 
 def run_to_the_end(factory: Callable[[], asyncio.AbstractEventLoop], main: Coroutine[Any, Any, None]) -> None:
-    """What asyncio.run does: at the end, it cancels whatever still runs, once."""
+    """What asyncio.run does at its end: it cancels all running tasks, once."""
     with contextlib.closing(factory()) as loop:
         loop.run_until_complete(main)
         tasks = asyncio.all_tasks(loop)

@@ -1,4 +1,4 @@
-"""Calls whose surroundings go away: cancelled tasks, loops that are torn down, connections that change hands."""
+"""Cancelled tasks, event loops that are torn down, and connections that another request reuses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_an_abort_never_closes_a_connection_that_another_call_has_taken_ov
 )
 @pytest.mark.filterwarnings("ignore:coroutine 'connect_tcp:RuntimeWarning")
 @pytest.mark.parametrize("steps", range(6))
-async def test_cancelling_every_task_at_any_step_leaves_nobody_hanging(steps: int) -> None:
+async def test_cancelling_every_task_at_any_step_leaves_no_task_hanging(steps: int) -> None:
     async with Replay(RUNNING) as server:
         client = Client(server.url, limits=Limits(calls=2))
         before = asyncio.all_tasks()
@@ -106,12 +106,13 @@ asyncio.run(main())
     assert "config error" in ended.stderr
 
 
-async def test_a_cancelled_question_for_the_load_leaves_no_socket() -> None:
+async def test_a_cancelled_load_request_leaves_no_socket() -> None:
     async with Replay() as server:
         server.routes["/v1/loads"] = [HANG]
         async with Client(server.url) as client:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(client.load(), 0.05)
+            first = asyncio.ensure_future(client.load())
+            await until(lambda: server.at("/v1/loads"))
+            first.cancel()
             before = open_files()
             for number in range(40):
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -120,13 +121,13 @@ async def test_a_cancelled_question_for_the_load_leaves_no_socket() -> None:
         assert open_files() <= before
 
 
-async def test_a_cutter_that_is_cancelled_still_closes() -> None:
+async def test_a_cancelled_abort_task_still_closes_the_socket() -> None:
     async with Replay(RUNNING) as server, Client(server.url) as client:
         call = await begun(client)
         before = asyncio.all_tasks()
         abort_soon(call)
-        (cutter,) = asyncio.all_tasks() - before
-        cutter.cancel()
+        (abort_task,) = asyncio.all_tasks() - before
+        abort_task.cancel()
         assert (await asyncio.wait_for(call.abort(), 5)).token_ids.tolist() == [1, 2]
 
 
@@ -142,7 +143,7 @@ def test_a_pool_in_which_calls_would_wait_for_their_aborts_is_refused(most: int)
 @pytest.mark.parametrize(
     "reply", [answer_json({"workers": []}), answer_json({"detail": "busy"}, 503), answer_json({}, 429)]
 )
-async def test_workers_that_a_router_forgets_for_a_moment_are_still_told(
+async def test_workers_that_a_router_forgets_for_a_moment_still_get_aborts(
     reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamfold.client.control._WORKERS_TTL", 0.0)
@@ -154,7 +155,7 @@ async def test_workers_that_a_router_forgets_for_a_moment_are_still_told(
             router.routes["/workers"] = reply
             call = await begun(client)
             await call.abort()
-            assert call.rid in worker.aborts
+            await until(lambda: call.rid in worker.aborts)
             assert router.aborts == []
 
 
@@ -166,7 +167,7 @@ async def test_an_engine_that_cannot_be_reached_is_an_error_of_the_load() -> Non
 
 @pytest.mark.parametrize("ends", ["refused", "cancelled"])
 def test_a_client_that_could_not_be_entered_can_be_entered_on_another_loop(ends: str) -> None:
-    """It stayed bound to the first loop: the second try was told to close what nobody had been given."""
+    """It stayed bound to the first loop: the second entry asked to close a client that was never entered."""
 
     async def enter(client: Client) -> None:
         entry = asyncio.ensure_future(client.__aenter__())

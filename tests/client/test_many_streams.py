@@ -1,4 +1,4 @@
-"""Thousands of streams through a limit: those that wait fail of nothing."""
+"""Thousands of streams through a limit: those that wait do not fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_many_streams_at_once_go_through_a_limit_and_none_fails(
     streams: int, limit: int, most: list[int], record_property: Callable[[str, object], None]
 ) -> None:
-    """encode/httpx#1171, NovaSky-AI/SkyRL#1381: those that waited for a connection ran into a time-out, or there were
+    """encode/httpx#1171, NovaSky-AI/SkyRL#1381: those that waited for a connection ran into a timeout, or there were
     as many limits as calls."""
     prompts = [[300, i // 256, i % 256] for i in range(streams)]
     with room_for(3 * limit), at(WIRE, faults=False, max_running_requests=limit) as site:
@@ -61,7 +61,7 @@ async def test_many_streams_at_once_go_through_a_limit_and_none_fails(
                 await asyncio.to_thread(post, engine, "continue_generation")
                 generations = await asyncio.gather(*calls)
         assert max(most) <= limit
-        assert len(most) == streams, "each was asked for once"
+        assert len(most) == streams, "each was requested once"
         for prompt, generation in zip(prompts, generations, strict=True):
             assert generation.token_ids.tolist() == engine.undisturbed(prompt, PARAMS).token_ids
         pause = round(1000 * watch.longest_pause)

@@ -1,4 +1,4 @@
-"""What lies between client and engine: addresses, proxies of the shell, TLS, transports of one's own, forks."""
+"""The network between client and engine: addresses, proxy variables, TLS, custom transports, forks."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ async def test_tls_works_as_plain_http_does() -> None:
         assert (await call.abort()).token_ids.tolist() == [1, 2]
         assert server.aborts == [call.rid]
         server.routes["/generate"] = [*RUNNING[:-1], RST]
-        with pytest.raises(StreamTruncated) as cut:
+        with pytest.raises(StreamTruncated) as truncated:
             await client.generate(PROMPT, {})
-        assert cut.value.partial is not None
-        assert cut.value.partial.token_ids.tolist() == [1, 2]
+        assert truncated.value.partial is not None
+        assert truncated.value.partial.token_ids.tolist() == [1, 2]
     await until(lambda: server.open == 0)
 
 
@@ -191,11 +191,11 @@ async def test_any_httpx_transport_carries_all_requests_and_is_closed_with_the_c
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["mid-stream", "before headers"])
-@pytest.mark.parametrize("how", ["abort", "cancel", "time-out"])
+@pytest.mark.parametrize("how", ["abort", "cancel", "timeout"])
 async def test_a_call_on_a_transport_that_shows_no_stream_is_ended_all_the_same(how: str, *, answers: bool) -> None:
     before = asyncio.all_tasks()
     transport = Blind(Trickle(ends=False), answers=answers)
-    timeouts = Timeouts(first_token=0.2, next_token=0.2) if how == "time-out" else Timeouts()
+    timeouts = Timeouts(first_token=0.2, next_token=0.2) if how == "timeout" else Timeouts()
     once = Retries(tries=1)
     async with Client("http://engine", transport=transport, timeouts=timeouts, retries=once) as client:
         call = client.start(PROMPT, {})
@@ -267,11 +267,11 @@ async def test_a_connection_that_breaks_is_a_truncated_stream_however_the_transp
 
     transport = Blind(Breaks(ends=False))
     async with Client("http://engine", transport=transport) as client:
-        with pytest.raises(StreamTruncated) as cut:
+        with pytest.raises(StreamTruncated) as truncated:
             await client.generate(PROMPT, {})
-    assert cut.value.__cause__ is error
-    assert cut.value.partial is not None
-    assert cut.value.partial.token_ids.tolist() == [1]
+    assert truncated.value.__cause__ is error
+    assert truncated.value.partial is not None
+    assert truncated.value.partial.token_ids.tolist() == [1]
 
 
 class Faulty(Blind):

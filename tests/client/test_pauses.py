@@ -1,4 +1,4 @@
-"""The pauses between two tries, what ends them, and that nothing is left of any number of tries."""
+"""Retry pauses: their length, what ends them, and that many tries leak nothing."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_pauses_grow_to_a_limit_and_chance_keeps_clients_apart() -> None:
 
 def test_a_pause_that_the_engine_asks_for_is_never_shortened() -> None:
     policy = Retries(first=0.5, longest=10.0, jitter=0.5)
-    told = [policy.pause(1, 30.0) for _ in range(50)]
-    assert all(30.0 <= pause <= 45.0 for pause in told)
-    assert len(set(told)) > 1, "those that were told the same would all come back at once"
+    pauses = [policy.pause(1, 30.0) for _ in range(50)]
+    assert all(30.0 <= pause <= 45.0 for pause in pauses)
+    assert len(set(pauses)) > 1, "calls with the same Retry-After would all be retried at once"
     assert policy.pause(10, 0.0) >= 5.0, "nor does it shorten ours"
 
 
@@ -86,8 +86,8 @@ async def test_a_call_that_pauses_gives_its_slot_back(speech: Speech) -> None:
 
 
 @pytest.mark.parametrize("reply", [BUSY, answer(b"", 429, retry_after="3600")], ids=["our pause", "the engine's"])
-@pytest.mark.parametrize("how", ["abort", "abort_all", "aclose", "cancel", "time-out", "host"])
-async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_sent(
+@pytest.mark.parametrize("how", ["abort", "abort_all", "aclose", "cancel", "timeout", "host"])
+async def test_every_end_of_a_call_ends_its_pause_at_once_and_nothing_more_is_sent(
     speech: Speech, reply: Steps, how: str
 ) -> None:
     aborting = False
@@ -107,7 +107,7 @@ async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_s
             waiter.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(waiter, 2)
-        elif how == "time-out":
+        elif how == "timeout":
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(waiter, 0.05)
         else:
@@ -117,7 +117,7 @@ async def test_whatever_ends_a_call_ends_its_pause_at_once_and_nothing_more_is_s
         assert (generation.finish_reason, len(generation.token_ids)) == (None, 0)
         assert client.running == []
         await asyncio.sleep(0.05)
-        assert (len(server.generates), server.aborts) == (1, []), "nothing ran there that had to be told"
+        assert (len(server.generates), server.aborts) == (1, []), "nothing ran there that had to be aborted"
 
 
 async def test_an_abort_while_a_failed_try_is_being_cleared_away_is_a_result_and_there_is_no_other_try(

@@ -1,4 +1,4 @@
-"""Against a real server, if one is named: STREAMFOLD_SGLANG_URL, STREAMFOLD_VLLM_URL. Nobody else may be using it.
+"""Against a real server, if one is named: STREAMFOLD_SGLANG_URL, STREAMFOLD_VLLM_URL. No other client may use it.
 
 Only what holds for any model and any seed is asserted: real engines do not repeat themselves to the bit. That these
 tests themselves are sound is shown on the loopback engines.
@@ -66,7 +66,7 @@ async def at_rest(client: Client) -> None:
         if await client.load() == 0:
             return
         await asyncio.sleep(0.1)
-    pytest.fail("the server does not come to rest: is somebody else using it?")
+    pytest.fail("the server does not come to rest: does another client use it?")
 
 
 async def test_the_server_is_what_it_is_said_to_be(server: tuple[str, str]) -> None:
@@ -142,7 +142,7 @@ async def test_a_client_that_just_goes_away_does_not_harm_the_next_one(client: C
     await at_rest(client)  # at the latest when the 500 tokens are through
 
 
-async def test_a_sample_that_is_cut_again_and_again_gets_its_budget_and_no_more(client: Client) -> None:
+async def test_a_sample_that_is_aborted_many_times_gets_its_budget_and_no_more(client: Client) -> None:
     sample, params = Sample(tokens=list(PROMPT)), {**GREEDY, "max_new_tokens": 256}
     parts: list[list[int]] = []
     while sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):

@@ -1,4 +1,4 @@
-"""What leaves with a request, and what is refused before anything leaves."""
+"""The payload and headers of a request, and what is refused before it is sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.replay import (
 BOTH_LOOPS = True
 
 
-def told(request: Request) -> dict[str, Any]:
+def payload_of(request: Request) -> dict[str, Any]:
     body: dict[str, Any] = request.json
     return body
 
@@ -42,7 +42,7 @@ async def test_a_request_is_a_post_of_json_that_refuses_compression() -> None:
     assert request.headers["accept-encoding"] == "identity"
     assert request.headers["authorization"] == "Bearer s3cret"
     assert request.headers["user-agent"].startswith("streamfold/")
-    assert told(request) == {
+    assert payload_of(request) == {
         "rid": call.rid,
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": 8, "temperature": 0.5},
@@ -69,7 +69,7 @@ async def test_side_data_is_asked_for_and_the_callers_parameters_stay_as_they_we
         Client(server.url, experts=Experts(2, 1, dtype="uint16")) as client,
     ):
         await client.start(PROMPT, params, top_p=True, experts_start=1)
-        body = told(server.generates[0])
+        body = payload_of(server.generates[0])
     assert body["return_routed_experts"] is True
     assert body["routed_experts_dtype"] == "uint16"
     assert body["routed_experts_start_len"] == 1
@@ -85,22 +85,22 @@ async def test_what_a_request_holds_is_settled_when_it_is_started() -> None:
         params["stop"].append("y")
         prompt.append(99)
         await call
-        body = told(server.generates[0])
+        body = payload_of(server.generates[0])
     assert body["sampling_params"]["stop"] == ["x"]
     assert body["input_ids"] == PROMPT
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, tuple(PROMPT), np.array(PROMPT, np.int64), np.array(PROMPT, np.int32)])
-async def test_a_prompt_leaves_the_same_whatever_holds_it(prompt: Any) -> None:
+async def test_a_prompt_is_sent_the_same_from_any_container(prompt: Any) -> None:
     async with Replay(WHOLE) as server, Client(server.url) as client:
         await client.generate(prompt, {})
-        assert told(server.generates[0])["input_ids"] == PROMPT
+        assert payload_of(server.generates[0])["input_ids"] == PROMPT
 
 
 async def test_without_input_ids_the_prompt_is_in_extra_and_its_length_is_the_engines_word() -> None:
     async with Replay(WHOLE) as server, Client(server.url) as client:
         generation = await client.generate(None, {}, extra={"text": "tell me"})
-        body = told(server.generates[0])
+        body = payload_of(server.generates[0])
     assert body["text"] == "tell me"
     assert "input_ids" not in body
     assert generation.prompt_tokens == len(PROMPT)
@@ -110,7 +110,7 @@ async def test_without_logprobs_none_are_asked_for_and_none_come() -> None:
     steps = stream(event([1], 1, logprobs=False), event([2], 2, "length", logprobs=False), DONE)
     async with Replay(steps) as server, Client(server.url) as client:
         generation = await client.generate(PROMPT, {}, logprobs=False)
-        assert told(server.generates[0])["return_logprob"] is False
+        assert payload_of(server.generates[0])["return_logprob"] is False
     assert generation.logprobs is None
     assert generation.token_ids.tolist() == [1, 2]
 
@@ -119,7 +119,7 @@ async def test_ids_of_requests_are_of_one_length_and_never_repeat(soak: bool) ->
     count = 1000 if soak else 100
     async with Replay(WHOLE) as server, Client(server.url) as client:
         await asyncio.gather(*[client.generate(PROMPT, {}) for _ in range(count)])
-        rids = {told(request)["rid"] for request in server.generates}
+        rids = {payload_of(request)["rid"] for request in server.generates}
     assert len(rids) == count
     assert all(re.fullmatch("[0-9a-f]{32}", rid) for rid in rids)
 
@@ -134,7 +134,7 @@ async def test_a_request_id_of_ones_own_is_used_once_at_a_time_and_never_empty()
         await client.start(PROMPT, {}, rid="mine-0001")
         with pytest.raises(ValueError, match="empty"):
             client.start(PROMPT, {}, rid="")
-        assert [told(request)["rid"] for request in server.generates] == ["mine-0001"] * 2
+        assert [payload_of(request)["rid"] for request in server.generates] == ["mine-0001"] * 2
 
 
 async def test_a_budget_of_nothing_gives_an_empty_generation_without_a_request() -> None:
@@ -199,7 +199,7 @@ async def test_the_path_of_the_base_url_comes_before_each_request_once(path: str
 
 
 @pytest.mark.parametrize("clamped", ["raise", "keep"])
-async def test_a_clamped_logprob_is_an_error_or_kept_and_counted_as_the_client_is_told(
+async def test_a_clamped_logprob_is_an_error_or_kept_and_counted_as_clamped_says(
     clamped: Literal["raise", "keep"],
 ) -> None:
     whole = event([1], 1, "stop").replace(b"-0.125", b"-9999.0")

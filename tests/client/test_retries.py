@@ -1,6 +1,6 @@
-"""Tries: which failures lead to another one, after which pause, under which id, and what ends the waiting.
+"""Retries: which failures are retried, after which pause, under which request id, and what ends the pause.
 
-The kind of fault is THUDM/slime#1542: permanent refusals that are asked for sixty times, limits that are ignored.
+The kind of fault is THUDM/slime#1542: permanent refusals that are retried sixty times, limits that are ignored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BOTH_LOOPS = True
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "aborts"),
     [
         (BUSY, False),
         (answer(b"", 500), False),
@@ -77,8 +77,8 @@ BOTH_LOOPS = True
         *("[DONE] alone", "half an event", "silence", "headers and silence", "comments", "error event", "queue full"),
     ],
 )
-async def test_a_failure_that_may_pass_is_tried_again_once_the_engine_has_been_told_to_end_the_first_try(
-    speech: Speech, fault: Spoken, *, told: bool
+async def test_a_transient_failure_is_retried_after_the_first_try_was_aborted_at_the_engine(
+    speech: Speech, fault: Spoken, *, aborts: bool
 ) -> None:
     timeouts = Timeouts(first_token=0.25)
     async with speech.replay() as server, speech.client(server.url, retries=SOON, timeouts=timeouts) as client:
@@ -91,8 +91,8 @@ async def test_a_failure_that_may_pass_is_tried_again_once_the_engine_has_been_t
         assert call.rid == second
         assert call.tries == 2
         order = [request.rid for request in server.requests if request.method == "POST"]
-        assert set(server.aborts) == ({first} if told else set())
-        assert order.index(second) == len(order) - 1, "the engine was told too late"
+        assert set(server.aborts) == ({first} if aborts else set())
+        assert order.index(second) == len(order) - 1, "the abort was sent too late"
     await until(lambda: server.open == 0)
 
 
@@ -146,7 +146,7 @@ async def test_once_a_token_has_come_the_client_does_not_try_again_and_the_token
         assert len(server.generates) == 1
 
 
-async def test_tokens_that_come_while_a_silent_engine_is_told_keep_it_from_being_tried_again(speech: Speech) -> None:
+async def test_tokens_that_arrive_while_a_silent_try_is_aborted_prevent_a_retry(speech: Speech) -> None:
     async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
         server.routes[speech.path] = lambda request: [
             head(),
@@ -162,7 +162,7 @@ async def test_tokens_that_come_while_a_silent_engine_is_told_keep_it_from_being
         assert len(server.generates) == 1
 
 
-async def test_an_empty_answer_that_ends_while_its_time_out_is_dealt_with_is_not_tried_again(speech: Speech) -> None:
+async def test_an_empty_response_that_ends_during_the_abort_after_its_timeout_is_not_retried(speech: Speech) -> None:
     async with speech.replay(routes={speech.abort_path: [0.2, *answer_json(None)]}) as server:
         server.routes[speech.path] = lambda request: [
             head(),
@@ -246,7 +246,7 @@ async def test_every_try_asks_for_the_same_under_an_id_of_its_own(speech: Speech
 
 
 async def test_no_id_of_any_try_begins_with_another(speech: Speech, soak: bool) -> None:
-    # Engines end every request whose id begins with the one that they are told (sgl-project/sglang#39461).
+    # Engines abort every request whose id begins with the one in the abort (sgl-project/sglang#39461).
     count = 500 if soak else 50
     async with speech.replay() as server, speech.client(server.url, retries=Retries(tries=3, first=0.001)) as client:
         server.routes[speech.path] = BUSY
@@ -258,7 +258,7 @@ async def test_no_id_of_any_try_begins_with_another(speech: Speech, soak: bool) 
 
 
 async def test_a_try_that_failed_half_way_leaves_nothing_of_its_own_in_the_answer(speech: Speech) -> None:
-    # Its first event was told in another text and with other counts, as after a restart of the engine.
+    # Its first event differs in text and counts, as after a restart of the engine.
     half: list[Step] = [head(), chunk(speech.event([], 0, version="1")), FIN]
     whole = [speech.event([1], 1, version="2"), speech.event([2], 2, "stop", version="2")]
     async with speech.replay(stream(*whole, DONE)) as server, speech.client(server.url) as client:
@@ -279,7 +279,7 @@ async def test_calls_that_a_full_engine_refuses_come_out_as_if_undisturbed(speec
         async with speech.client(box.url, retries=retries) as client:
             calls = [client.start(prompt, params) for prompt in prompts]
             generations = await asyncio.gather(*calls)
-        assert sum(call.tries for call in calls) > len(calls), "nobody was refused: this tests nothing"
+        assert sum(call.tries for call in calls) > len(calls), "no call was refused: this tests nothing"
         for prompt, generation in zip(prompts, generations, strict=True):
             reply = speech.undisturbed(box, prompt, params)
             assert generation.token_ids.tolist() == reply.token_ids
@@ -288,7 +288,7 @@ async def test_calls_that_a_full_engine_refuses_come_out_as_if_undisturbed(speec
             assert generation.text == speech.text("".join(reply.pieces or []))
 
 
-# What is told of it.
+# What is logged.
 
 
 async def test_a_thousand_tries_that_fail_alike_are_one_warning(

@@ -1,4 +1,4 @@
-"""The registry of running calls: what each is doing, seen without touching what it holds."""
+"""Client.running: a snapshot of each running call, without touching its buffers."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ async def test_a_snapshot_can_be_taken_at_any_moment_and_sent_elsewhere(speech: 
 
 
 async def test_a_failed_call_leaves_the_registry_with_its_error(speech: Speech) -> None:
-    cut: list[Step] = [head(), chunk(speech.event([1], 1)), chunk(DONE), LAST_CHUNK, END]
-    async with speech.replay(cut) as server, speech.client(server.url) as client:
+    truncated: list[Step] = [head(), chunk(speech.event([1], 1)), chunk(DONE), LAST_CHUNK, END]
+    async with speech.replay(truncated) as server, speech.client(server.url) as client:
         with pytest.raises(StreamTruncated):
             await client.generate(PROMPT, ASKED)
         assert client.running == []

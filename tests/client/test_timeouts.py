@@ -1,4 +1,4 @@
-"""Time-outs: one for each phase, none for the whole, and what a silent engine is told."""
+"""Timeouts: one for each phase, none for the whole call, and the abort at a silent engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def timed_out(speech: Speech, server: Replay, timeouts: Timeouts) -> Engin
         call = client.start(PROMPT, ASKED)
         with pytest.raises(EngineTimeout) as raised:
             await asyncio.wait_for(call, 20)
-        assert set(server.aborts) == {call.rid}, "the engine is told, as it would go on"
+        assert set(server.aborts) == {call.rid}, "the request is aborted at the engine, which would continue"
     await until(lambda: server.open == 0)
     assert raised.value.partial is not None
     return raised.value
@@ -64,9 +64,7 @@ async def timed_out(speech: Speech, server: Replay, timeouts: Timeouts) -> Engin
     ],
     ids=["no headers", "headers alone", "comments", "blank events", "events without tokens"],
 )
-async def test_the_first_token_is_not_waited_for_longer_than_told_whatever_else_comes(
-    speech: Speech, steps: Spoken
-) -> None:
+async def test_the_first_token_timeout_holds_although_other_bytes_arrive(speech: Speech, steps: Spoken) -> None:
     async with speech.replay(speech.told(steps)) as server:
         error = await timed_out(speech, server, Timeouts(first_token=0.3))
         assert error.phase == "first_token"
@@ -80,9 +78,7 @@ async def test_the_first_token_is_not_waited_for_longer_than_told_whatever_else_
     [[HANG], [PING, 0.05] * 200, lambda speech: [chunk(speech.event([], 3)), 0.05] * 200],
     ids=["silence", "comments", "events without tokens"],
 )
-async def test_the_next_token_is_not_waited_for_longer_than_told_and_the_prefix_is_kept(
-    speech: Speech, steps: Spoken
-) -> None:
+async def test_the_next_token_timeout_holds_and_the_prefix_is_kept(speech: Speech, steps: Spoken) -> None:
     async with speech.replay([head(), *map(chunk, speech.events(3, finish=None)), *speech.told(steps)]) as server:
         error = await timed_out(speech, server, Timeouts(next_token=0.3))
         assert error.phase == "next_token"
@@ -105,7 +101,7 @@ async def test_a_slow_but_steady_answer_passes_however_long_it_takes(speech: Spe
         assert server.aborts == []
 
 
-async def test_the_wait_for_the_first_token_is_not_cut_by_the_limit_between_tokens(speech: Speech) -> None:
+async def test_the_next_token_timeout_does_not_shorten_the_wait_for_the_first_token(speech: Speech) -> None:
     steps: list[Step] = [head(), 0.5, *map(chunk, speech.events(2)), chunk(DONE), LAST_CHUNK, END]
     async with speech.replay(steps) as server, speech.client(server.url, timeouts=Timeouts(next_token=0.2)) as client:
         assert (await client.generate(PROMPT, ASKED)).finish_reason == "stop"
@@ -132,17 +128,17 @@ async def test_a_phase_without_a_limit_is_waited_for(speech: Speech) -> None:
 
 async def test_httpx_itself_limits_nothing_but_the_connect(speech: Speech) -> None:
     """2389-research/tracker#575: a limit on each read, shorter than the prefill, ended healthy requests."""
-    told: list[object] = []
+    timeouts: list[object] = []
 
     def refuse(request: httpx.Request) -> httpx.Response:
-        told.append(request.extensions["timeout"])
+        timeouts.append(request.extensions["timeout"])
         return httpx.Response(400)
 
     transport = httpx.MockTransport(refuse)
     async with speech.client("http://engine", timeouts=Timeouts(connect=7), transport=transport) as client:
         with pytest.raises(EngineError):
             await client.generate(PROMPT, ASKED)
-    assert told[0] == {"connect": 7}
+    assert timeouts[0] == {"connect": 7}
 
 
 async def test_a_busy_event_loop_is_not_a_silent_engine(speech: Speech) -> None:
@@ -168,14 +164,14 @@ async def test_a_busy_event_loop_is_not_a_silent_engine(speech: Speech) -> None:
             await until(lambda: call.token_count == 2)
             await asyncio.sleep(0.05)
             listener.setblocking(False)
-            with pytest.raises(BlockingIOError):  # nobody has come to tell of an abort
+            with pytest.raises(BlockingIOError):  # no abort request has connected
                 listener.accept()
             go_on.set()
             assert (await call).token_ids.tolist() == [1, 2, 3]
         await serving
 
 
-async def test_an_answer_that_ends_while_its_time_out_is_dealt_with_is_a_success(speech: Speech) -> None:
+async def test_a_response_that_ends_during_the_abort_after_its_timeout_is_a_success(speech: Speech) -> None:
     async with speech.replay(routes={speech.abort_path: [0.3, *stream()]}) as server:
 
         def slow(request: Request) -> Iterator[Step]:
@@ -188,7 +184,7 @@ async def test_an_answer_that_ends_while_its_time_out_is_dealt_with_is_a_success
             assert (await client.generate(PROMPT, ASKED)).token_ids.tolist() == [1, 2]
 
 
-async def test_a_connection_is_not_waited_for_longer_than_told_and_nothing_is_sent() -> None:
+async def test_the_connect_timeout_holds_and_nothing_is_sent() -> None:
     with full_house() as (server, url):
         async with Client(url, timeouts=Timeouts(connect=0.3), retries=ONCE) as client:
             with pytest.raises(EngineTimeout) as raised:
@@ -214,7 +210,7 @@ async def test_an_abort_while_connecting_returns_at_once_and_no_request_leaves_a
             assert client.running == []
             accepting = asyncio.ensure_future(asyncio.to_thread(first_bytes, server))
         received = await accepting
-        assert received, "nobody came: this tests nothing"
+        assert received, "no connection was made: this tests nothing"
         assert not any(received)
 
 

@@ -1,4 +1,4 @@
-"""What the client meets with vLLM alone: aborts that are not told, endpoints that are not there, usage that comes last.
+"""vLLM alone: aborts without a finish reason, missing endpoints, usage after the terminal event.
 
 All that is the same with every engine is in the tests that ask for the fixture ``speech``.
 """
@@ -36,12 +36,12 @@ LONG = {"max_new_tokens": 20_000}
 async def test_an_abort_of_ours_that_an_older_release_does_not_tell_is_a_result() -> None:
     async with OLD_VLLM.replay(routes={OLD_VLLM.abort_path: [0.1, *answer_json(None)]}) as server:
 
-        def untold(request: Request) -> Iterator[Step]:
+        def unfinished(request: Request) -> Iterator[Step]:
             yield from OLD_VLLM.two
             yield server.aborted[request.rid]
             yield from stream(*OLD_VLLM.after(2), DONE)[1:]
 
-        server.routes[OLD_VLLM.path] = untold
+        server.routes[OLD_VLLM.path] = unfinished
         async with OLD_VLLM.client(server.url) as client:
             call = await begun(client)
             generation = await call.abort()
@@ -50,19 +50,19 @@ async def test_an_abort_of_ours_that_an_older_release_does_not_tell_is_a_result(
 
 
 async def test_an_abort_of_others_that_an_older_release_does_not_tell_is_a_truncated_stream() -> None:
-    untold = stream(*OLD_VLLM.events(2, finish=None), *OLD_VLLM.after(2), DONE)
-    async with OLD_VLLM.replay(untold) as server, OLD_VLLM.client(server.url, retries=ONCE) as client:
-        with pytest.raises(StreamTruncated) as cut:
+    unfinished = stream(*OLD_VLLM.events(2, finish=None), *OLD_VLLM.after(2), DONE)
+    async with OLD_VLLM.replay(unfinished) as server, OLD_VLLM.client(server.url, retries=ONCE) as client:
+        with pytest.raises(StreamTruncated) as truncated:
             await client.generate(PROMPT, ASKED)
-    assert cut.value.partial is not None
-    assert cut.value.partial.token_ids.tolist() == [1, 2]
+    assert truncated.value.partial is not None
+    assert truncated.value.partial.token_ids.tolist() == [1, 2]
 
 
-async def test_a_sample_goes_on_from_an_abort_that_an_older_release_does_not_tell() -> None:
-    untold = stream(OLD_VLLM.part([10, 11]), *OLD_VLLM.after(2), DONE)
+async def test_a_sample_resumes_after_an_abort_that_an_older_release_does_not_report() -> None:
+    unfinished = stream(OLD_VLLM.part([10, 11]), *OLD_VLLM.after(2), DONE)
     rest = stream(OLD_VLLM.part([12], prompt=5, finish="stop"), DONE)
     async with (
-        OLD_VLLM.replay(answers(untold, rest)) as server,
+        OLD_VLLM.replay(answers(unfinished, rest)) as server,
         OLD_VLLM.client(server.url, retries=SOON) as client,
     ):
         sample = await completed(client, sample_of())
@@ -78,7 +78,7 @@ async def test_a_sample_goes_on_from_an_abort_that_an_older_release_does_not_tel
 async def test_an_abort_of_all_of_an_engine_ends_the_calls_and_the_samples_go_on(options: dict[str, Any]) -> None:
     box = Loopback(engine="vllm", token_rate=300, stop_probability=0, leave_delay=None, **options)
     with box as engine:
-        often = Retries(tries=100, first=0.001, longest=0.01)  # each sweep cuts them again
+        often = Retries(tries=100, first=0.001, longest=0.01)  # each sweep aborts them again
         async with VLLM.client(engine.url, retries=often, tokenizer=engine.tokenizer) as client:
             samples = [sample_of(max_new_tokens=120, sampling_seed=seed) for seed in range(4)]
             work = [asyncio.ensure_future(completed(client, sample)) for sample in samples]
@@ -86,15 +86,15 @@ async def test_an_abort_of_all_of_an_engine_ends_the_calls_and_the_samples_go_on
             await client.abort_engines(1)  # whether the engine was seen idle is chance: they are back at once
             await asyncio.gather(*work)
         for sample in samples:
-            told = VLLM.undisturbed(engine, PROMPT, sample.metadata["sampling_params"])
-            assert sample.metadata["resumed"] >= 1, "nothing was cut: this tests nothing"
-            assert sample.tokens == [*PROMPT, *told.token_ids]
+            undisturbed = VLLM.undisturbed(engine, PROMPT, sample.metadata["sampling_params"])
+            assert sample.metadata["resumed"] >= 1, "nothing was aborted: this tests nothing"
+            assert sample.tokens == [*PROMPT, *undisturbed.token_ids]
 
 
 # The usage event behind the terminal one.
 
 
-async def test_what_is_told_after_the_terminal_event_is_taken_in() -> None:
+async def test_fields_after_the_terminal_event_are_read() -> None:
     steps: list[Step] = [head(), *map(chunk, VLLM.events(2)), 0.1, *stream(usage_event(2, cached=2), DONE)[1:]]
     async with VLLM.replay(steps) as server, VLLM.client(server.url) as client:
         generation = await client.generate(PROMPT, ASKED)
@@ -122,11 +122,11 @@ async def test_where_no_abort_can_be_posted_the_socket_is_closed_which_is_said_o
         with caplog.at_level(logging.INFO, "streamfold"):
             calls = [await begun(client) for _ in range(20)]
             await client.abort_all()
-            told = len(server.at(VLLM.abort_path)), len(server.at(VLLM.abort_all_path))
-            assert all(1 <= count <= 20 for count in told)
+            sent = len(server.at(VLLM.abort_path)), len(server.at(VLLM.abort_all_path))
+            assert all(1 <= count <= 20 for count in sent)
             calls += [await begun(client) for _ in range(5)]
             await client.abort_all()
-            assert (len(server.at(VLLM.abort_path)), len(server.at(VLLM.abort_all_path))) == told, "it knows by now"
+            assert (len(server.at(VLLM.abort_path)), len(server.at(VLLM.abort_all_path))) == sent, "it knows by now"
         assert [(await call).token_ids.tolist() for call in calls] == [[1, 2]] * 25
         for request in server.generates:
             await asyncio.wait_for(request.peer_closed.wait(), 5)
@@ -145,7 +145,7 @@ async def test_an_endpoint_that_is_not_there_is_asked_once_and_the_next_one_from
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
-async def test_an_engine_that_cannot_be_told_works_for_nobody_once_the_socket_is_closed(version: str) -> None:
+async def test_an_engine_without_an_abort_endpoint_stops_when_the_socket_is_closed(version: str) -> None:
     options: dict[str, Any] = {"version": version, "dev_mode": False, "token_rate": 200, "stop_probability": 0}
     with Loopback(engine="vllm", enable_scale_out=version == "0.28.0", **options) as engine:
         kind: Any = "vllm" if version == "0.28.0" else "vllm-completions"
@@ -196,12 +196,12 @@ async def test_without_the_token_endpoint_a_server_is_asked_for_completions() ->
         async with Client(box.url, engine="auto") as client:
             assert client.engine == "vllm-completions"
             generation = await client.generate(PROMPT, {"max_new_tokens": 5, "ignore_eos": True})
-        told = box.undisturbed(PROMPT, {"max_tokens": 5, "ignore_eos": True})
-    assert generation.token_ids.tolist() == told.token_ids
+        undisturbed = box.undisturbed(PROMPT, {"max_tokens": 5, "ignore_eos": True})
+    assert generation.token_ids.tolist() == undisturbed.token_ids
 
 
 @pytest.mark.parametrize("speech", SPEECHES.values(), ids=SPEECHES)
-async def test_a_server_that_lets_nobody_in_is_not_guessed_at(speech: Speech) -> None:
+async def test_the_engine_of_a_server_that_denies_access_is_not_guessed(speech: Speech) -> None:
     with speech.loopback(api_key="k") as box:
         client = Client(box.url, engine="auto")
         with pytest.raises(EngineError, match="Unauthorized") as refused:

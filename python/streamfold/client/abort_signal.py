@@ -1,4 +1,4 @@
-"""AbortSignal: tells calls, retry pauses and samples that they have to end, for one host, rollout or client.
+"""AbortSignal: ends calls, retry pauses and resumes of one host, rollout or client from one flag.
 
 It carries the ``aborted`` argument of :meth:`Client.start`, :meth:`Client.generate` and ``complete()``. A trainer's
 flag can only be read, so waiting for it needs polling: each signal polls its flag at most once per event loop, and
