@@ -49,7 +49,8 @@ class CompletionOptions:
         headers: of each request.
         extra: further keys of each request, or a function that is called for each request to give them. ``text``,
             ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt.
-        aborted: a host's flag. While it returns True, no request is sent and nothing is resumed.
+        aborted: a host's flag, or an :class:`~streamfold.client.abort_signal.AbortSignal`. While it returns True, no
+            request is sent and nothing is resumed.
         resume_aborts: whether to resume after an abort event that neither the caller nor the host has caused. If not,
             the abort is the result.
         on_generation: called with what each call has generated, before it is merged.
@@ -160,25 +161,27 @@ class _Completion:
         options: CompletionOptions,
         args: Any,  # noqa: ANN401  # the host's own
     ) -> None:
-        self._client = client
-        self._sample = sample
         internals = internals_of(client)
+        self._client = client
         self._engine_spec = internals.engine_spec
-        self._client_abort = internals.abort_signal  # held: abort_all sets it, and replaces it for later work
+        self._has_experts = internals.experts is not None
+        self._retries = internals.retries
+        self._client_abort = internals.abort_signal
         self._host_abort = AbortSignal.of(options.aborted)
+        self._sample = sample
         self._params = self._engine_spec.normalize_params(sampling_params)
         self._resume = resume
         self._options = options
         self._args = args
-        self._calls_left = client.retries.tries
+        self._calls_left = self._retries.tries
         self._failures = 0  # of calls in a row that have received no token
         self._turn = Turn(
             sample=sample,
             params=self._params,
             engine_spec=self._engine_spec,
-            tokenizer=options.tokenizer if options.tokenizer is not None else client.tokenizer,
+            tokenizer=options.tokenizer if options.tokenizer is not None else internals.tokenizer,
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
-            has_experts=client.experts is not None,
+            has_experts=self._has_experts,
         )
 
     @property
@@ -322,7 +325,7 @@ class _Completion:
         """
         if self._options.on_generation is not None:
             self._options.on_generation(generation)
-        if self._client.experts is None and self._engine_spec.sends_unrequested_side_data:
+        if not self._has_experts and self._engine_spec.sends_unrequested_side_data:
             generation = _without_experts(generation)
         finished, missing = generation.finish_reason in ("stop", "length"), self._missing_side_data(generation)
         if missing is None:
@@ -341,8 +344,8 @@ class _Completion:
         if len(generation.token_ids) and generation.top_p is None and expects_top_p(self._params):
             return "top-p ids"  # tokens without them cannot be replayed
         finished = generation.finish_reason in ("stop", "length")
-        has_experts = self._client.experts is None or generation.routed_experts is not None
-        return "routed experts" if finished and not has_experts else None
+        lacks_experts = self._has_experts and generation.routed_experts is None
+        return "routed experts" if finished and lacks_experts else None
 
     def _abort_sample(self) -> None:
         self._sample.status = type(self._sample.status)["ABORTED"]
@@ -356,7 +359,8 @@ class _Completion:
         sample = self._sample
         _LOGGER.info("resuming sample %s at token %s after: %s", sample.index, sample.response_length, outcome.error)
         self._failures = 1 if outcome.has_tokens else self._failures + 1
-        return not await (self._client_abort | self._host_abort).wait(self._client.retries.pause(self._failures))
+        was_aborted = await (self._client_abort | self._host_abort).wait(self._retries.pause(self._failures))
+        return not was_aborted
 
 
 def _without_experts(generation: Generation) -> Generation:
