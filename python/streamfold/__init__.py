@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from streamfold.rollout.buffer import Buffer
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source, prompt_groups
+    from streamfold.rollout.opaque import Opaque
     from streamfold.rollout.pool import Pool
     from streamfold.rollout.rollout import Rollout, RolloutResult
-    from streamfold.samples.completion import complete
+    from streamfold.samples.completion import CompletionOptions, complete
     from streamfold.samples.merging import merge
     from streamfold.samples.sample import Sample
 
@@ -26,6 +27,7 @@ __all__ = [
     "Buffer",
     "Call",
     "Client",
+    "CompletionOptions",
     "DecodeError",
     "EngineError",
     "EngineTimeout",
@@ -33,6 +35,7 @@ __all__ = [
     "Generation",
     "Group",
     "Limits",
+    "Opaque",
     "Parser",
     "Pool",
     "Retries",
@@ -56,7 +59,9 @@ __all__ = [
 # Loaded on first access: a program that needs only a parser or a client starts sooner.
 _LATER = {
     "Buffer": "rollout.buffer",
+    "CompletionOptions": "samples.completion",
     "Group": "rollout.groups",
+    "Opaque": "rollout.opaque",
     "Pool": "rollout.pool",
     "Rollout": "rollout.rollout",
     "RolloutConfig": "rollout.config",

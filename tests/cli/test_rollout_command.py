@@ -171,6 +171,28 @@ def test_an_interrupted_run_keeps_all_that_has_come_and_goes_on_from_there(
     assert len(lines_of(out)) == 16
 
 
+def test_partial_samples_of_text_prompts_are_resumed_if_the_engine_sends_the_ids_of_prompts(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in LINES), encoding="utf-8")
+    options = ["-n", "2", "--max-new-tokens", str(BUDGET), "--temperature", "0", "--prompt-token-ids"]
+    with Loopback(token_rate=150, stop_probability=0, keep_requests=1000) as engine:
+
+        def has_tokens() -> bool:
+            return engine.stats().tokens > 100
+
+        code, _, wrong = interrupted(signal.SIGINT, has_tokens, engine.url, prompts, out, *options)
+        assert code == 130, wrong
+        partial = by_index(out)
+        assert partial
+        first = len(asked(engine))
+        assert rollout(engine.url, prompts, out, *options).returncode == 0
+        resumed = [request.get("input_ids") for request in asked(engine)[first:]]
+        for index, sample in by_index(out).items():
+            check_equal(engine, sample, LINES[index // 2])
+            assert "restarted_tokens" not in sample.metadata
+        assert all(sample.tokens in resumed for sample in partial.values())
+
+
 @pytest.mark.parametrize("arrays", ["lists", "npz"])
 def test_a_killed_run_loses_only_what_was_in_flight(arrays: str, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"

@@ -8,9 +8,9 @@ import pytest
 
 EXPORTED = {
     "streamfold": """
-        Buffer Call Client DecodeError EngineError EngineTimeout Experts Generation Group Limits Parser Pool Retries
-        Rollout RolloutConfig RolloutResult Running Sample SampleLike Source StreamTruncated StreamfoldError Timeouts
-        Tokenizer __version__ complete merge prompt_groups
+        Buffer Call Client CompletionOptions DecodeError EngineError EngineTimeout Experts Generation Group Limits
+        Opaque Parser Pool Retries Rollout RolloutConfig RolloutResult Running Sample SampleLike Source
+        StreamTruncated StreamfoldError Timeouts Tokenizer __version__ complete merge prompt_groups
     """,
     "streamfold.slime": "SLIME close_rollout generate_rollout generate_rollout_async generate_streaming",
     "streamfold.vime": "VIME close_rollout generate_rollout generate_rollout_async generate_streaming",

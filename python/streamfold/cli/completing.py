@@ -25,6 +25,7 @@ async def complete_all(
     concurrency: int = 64,
     stop_ids: Iterable[int] = (),
     logprobs: bool = True,
+    prompt_token_ids: bool = False,
 ) -> None:
     """Complete all ``samples``, each with its own ``metadata["sampling_params"]``, ``concurrency`` at a time.
 
@@ -37,7 +38,8 @@ async def complete_all(
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be at least 1, not {concurrency}")
-    rest, options = iter(samples), CompletionOptions(stop_ids=set(stop_ids), logprobs=logprobs)
+    options = CompletionOptions(stop_ids=set(stop_ids), logprobs=logprobs, prompt_token_ids=prompt_token_ids)
+    rest = iter(samples)
 
     async def work() -> None:
         for sample in rest:

@@ -100,6 +100,14 @@ def command(
             "Default: the engine encodes them."
         ),
     ] = None,
+    prompt_token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--prompt-token-ids",
+            help="Request the ids of text prompts, so that partial samples are resumed instead of restarted. "
+            "SGLang repeats them in each event; a --tokenizer does without.",
+        ),
+    ] = False,
     eos_token_id: Annotated[
         list[int] | None,
         typer.Option(
@@ -114,8 +122,8 @@ def command(
     """Generate n samples for each prompt of a file, and write each one when it is finished, as a line of JSON.
 
     Rerun the same command to resume after an interruption. Finished samples are
-    kept. Partial ones are resumed from their tokens, or restarted if their prompt
-    has no ids. Ctrl-C saves what was received.
+    kept. Partial ones are resumed from their tokens, or restarted if the ids of
+    their prompt are unknown. Ctrl-C saves what was received.
 
     Exits with 0 if all samples are finished, with 130 after Ctrl-C, otherwise with
     1.
@@ -148,7 +156,15 @@ def command(
             def start() -> Coroutine[Any, Any, None]:
                 _check_prompts(plan, client.engine, shape)  # which is known now, also with auto
                 ids = [*stop_ids, *(eos_token_id or ())]
-                return complete_all(client, work, work.end, concurrency=concurrency, stop_ids=ids, logprobs=logprobs)
+                return complete_all(
+                    client,
+                    work,
+                    work.end,
+                    concurrency=concurrency,
+                    stop_ids=ids,
+                    logprobs=logprobs,
+                    prompt_token_ids=prompt_token_ids,
+                )
 
             interrupted = asyncio.run(_run(client, work, start))
     except (OSError, ValueError, EngineError) as error:  # EngineError: with auto, the engine could not be found out

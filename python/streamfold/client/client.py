@@ -226,6 +226,7 @@ class Client:
         rid: str | None = None,
         logprobs: bool = True,
         top_p: bool = False,
+        prompt_token_ids: bool = False,
         experts_start: int = 0,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -242,6 +243,8 @@ class Client:
                 give ids of equal length.
             logprobs: whether to request the logprob of each sampled token.
             top_p: whether to request the ids that each token was sampled from (top-p replay).
+            prompt_token_ids: whether to request the prompt's token ids, for prompts that are text (SGLang 0.5.13, vLLM
+                0.30; ``vllm-completions`` always sends them). SGLang repeats them in each event.
             experts_start: first position whose routed experts are requested.
             headers: added to this call's requests.
             extra: added to the request's JSON object.
@@ -258,6 +261,7 @@ class Client:
             rid=session.new_rid(rid),
             logprobs=logprobs,
             top_p=top_p,
+            prompt_token_ids=prompt_token_ids,
             experts=self._internals.experts,
             experts_start=experts_start,
             extra=extra,
@@ -327,6 +331,7 @@ class Client:
         rid: str | None = None,
         logprobs: bool = True,
         top_p: bool = False,
+        prompt_token_ids: bool = False,
         experts_start: int = 0,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -343,6 +348,7 @@ class Client:
             rid=rid,
             logprobs=logprobs,
             top_p=top_p,
+            prompt_token_ids=prompt_token_ids,
             experts_start=experts_start,
             headers=headers,
             extra=extra,

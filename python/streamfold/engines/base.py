@@ -49,6 +49,7 @@ class RequestOptions:
     rid: str
     logprobs: bool = True
     top_p: bool = False
+    prompt_token_ids: bool = False
     experts: Experts | None = None
     experts_start: int = 0
     extra: Mapping[str, Any] | None = None

@@ -37,6 +37,8 @@ class Sglang(EngineSpec):
         if input_ids is not None:
             payload["input_ids"] = input_ids
         payload |= {"sampling_params": params, "stream": True, "return_logprob": asked.logprobs}
+        if asked.prompt_token_ids:
+            payload["return_prompt_token_ids"] = True
         if asked.experts is not None:
             payload["return_routed_experts"] = True
             if asked.experts.dtype != "int32":

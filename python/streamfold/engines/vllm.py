@@ -68,6 +68,8 @@ class Vllm(EngineSpec):
             payload["token_ids"] = input_ids
         elif "token_ids" not in (asked.extra or {}):
             raise ValueError("vLLM's token endpoint takes token ids only: pass input_ids, or token_ids in extra")
+        if asked.prompt_token_ids:
+            payload["return_token_ids"] = True
         return with_extra({**payload, "sampling_params": params, **_STREAMED}, asked.extra)
 
     def _params(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:

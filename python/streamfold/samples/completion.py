@@ -47,6 +47,8 @@ class CompletionOptions:
             right behind such a token is finished. The set is shared: an EOS at which the engine is seen to stop is
             added to it.
         headers: of each request.
+        prompt_token_ids: whether to request the ids of prompts that are text. A sample can then be resumed instead of
+            restarted; SGLang repeats the ids in each event.
         extra: further keys of each request, or a function that is called for each request to give them. ``text``,
             ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt.
         aborted: a host's flag, or an :class:`~streamfold.client.abort_signal.AbortSignal`. While it returns True, no
@@ -59,6 +61,7 @@ class CompletionOptions:
     logprobs: bool = True
     tokenizer: Tokenizer | None = None
     stop_ids: set[int] | None = None
+    prompt_token_ids: bool = False
     headers: Mapping[str, str] | None = None
     extra: Extra | None = None
     aborted: Callable[[], bool] | None = None
@@ -82,8 +85,9 @@ async def complete(
     truncated or damaged stream, a timeout, a retryable error and an abort by the engine. Each resume is logged and
     counted in ``metadata["resumed"]``; ``client.retries`` limits their number and gives the backoff before each.
 
-    A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. Such a sample cannot be resumed from
-    its tokens: it is restarted from its prompt, and ``metadata["restarted_tokens"]`` counts what was dropped. The same
+    A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. If the engine sends the prompt's ids
+    (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is
+    restarted from its prompt, and ``metadata["restarted_tokens"]`` counts what was dropped. The same
     holds if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine
     would match them from their beginning. A later turn is restarted from where it started; it needs the prompt's ids.
 
@@ -236,6 +240,7 @@ class _Completion:
             input_ids,
             self._remaining_params(),
             logprobs=self._options.logprobs,
+            prompt_token_ids=self._options.prompt_token_ids and input_ids is None,
             headers=self._options.headers,
             extra=extra,
             aborted=self._host_abort,

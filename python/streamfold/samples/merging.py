@@ -46,7 +46,8 @@ def merge(
     the sample shares with others are replaced, not changed.
 
     Args:
-        sample: PENDING, or ABORTED and resumed. Its ``tokens`` are those that the call was sent.
+        sample: PENDING, or ABORTED and resumed. Its ``tokens`` are those that the call was sent; if it has none, the
+            generation's ``prompt_token_ids`` become its prompt.
         generation: what the call has generated.
         args: the settings that a host's method needs: ``num_layers`` and ``moe_router_topk`` with routed experts.
         text: used if the generation has none, because the engine runs without a tokenizer.
@@ -56,10 +57,12 @@ def merge(
         ValueError: the generation does not fit the sample, which is unchanged.
     """
     check_ready(sample)
-    _check_fit(sample, generation, args, trainable=trainable)
     before = sample.response_length
     as_it_was = dict(vars(sample))
     try:
+        if not sample.tokens and generation.prompt_token_ids is not None:  # the prompt was sent as text
+            sample.tokens = generation.prompt_token_ids.tolist()
+        _check_fit(sample, generation, args, trainable=trainable)
         _append(sample, generation, args, text, trainable=trainable)
     except BaseException:  # a host's method may raise anything, after it has changed the sample
         vars(sample).update(as_it_was)
