@@ -1,6 +1,6 @@
-"""Two rollouts on an engine of your own: begin more groups than needed, cut the rest, go on with them in the next one.
+"""Two rollouts with over-sampling on your engine: the second one resumes the groups that the first one aborted.
 
-Run it against any SGLang server or router, or against the engine in a box:
+Run it against any SGLang server or router, or against the loopback engine:
 
     streamfold serve &
     python examples/rollout.py http://127.0.0.1:30000
@@ -9,11 +9,8 @@ Run it against any SGLang server or router, or against the engine in a box:
 import asyncio
 import sys
 
-from streamfold import Client
-from streamfold.rollout.buffer import Buffer
+from streamfold import Buffer, Client, Rollout, RolloutConfig, Sample
 from streamfold.rollout.groups import prompt_groups
-from streamfold.rollout.rollout import Rollout, RolloutConfig
-from streamfold.samples.sample import Sample
 
 PROMPTS = [f"What is {n} times {n}?" for n in range(11, 23)]
 CONFIG = RolloutConfig(
@@ -27,12 +24,12 @@ CONFIG = RolloutConfig(
 
 
 def reward(sample: Sample) -> float:
-    """Judge a finished sample: called once for each, with all of its text."""
+    """Return the reward of a finished sample. Called once per sample, with its whole text."""
     return float("because" in sample.response)
 
 
 async def main(url: str) -> None:
-    """Run the rollouts, and print what a trainer would get."""
+    """Run two rollouts, and print what a trainer would get."""
     # With your model's tokenizer: tokens=tokenizer.encode(prompt), and Client(url, tokenizer=tokenizer).
     samples = [Sample(prompt=prompt, tokens=list(prompt.encode())) for prompt in PROMPTS]
     buffer = Buffer(prompt_groups(samples, n_samples_per_prompt=2))
@@ -44,7 +41,7 @@ async def main(url: str) -> None:
                 print([(sample.response_length, sample.status.value, sample.reward) for sample in group])
             resumed, lost = (result.metrics[f"rollout/{name}"] for name in ("samples/resumed", "tokens/lost"))
             print(f"rollout {rollout_id}: {resumed:.0f} resumed, {lost:.0f} tokens lost, {len(buffer)} groups wait")
-            # Train on result.groups here, and give the engine its new weights.
+            # Train on result.groups here, and load the new weights into the engine.
 
 
 if __name__ == "__main__":

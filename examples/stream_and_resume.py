@@ -1,6 +1,6 @@
-"""Stream from an engine, cut the stream in the middle, resume from its own tokens.
+"""Stream from an engine, abort in the middle, and resume from the tokens that were received.
 
-Run it against any SGLang server, or against the engine in a box:
+Run it against any SGLang server, or against the loopback engine:
 
     streamfold serve &
     python examples/stream_and_resume.py http://127.0.0.1:30000
@@ -11,12 +11,12 @@ import sys
 
 from streamfold import Client
 
-PROMPT = list(b"A story in which nothing is lost.")
+PROMPT = list(b"A story in which nothing is lost.")  # token ids
 BUDGET = 200
 
 
 async def main(url: str) -> None:
-    """Generate in two calls, and print both."""
+    """Generate a response in two requests, and print both parts."""
     params = {"temperature": 1.0, "sampling_seed": 7}
     async with Client(url) as client:
         call = client.start(PROMPT, {**params, "max_new_tokens": BUDGET})
@@ -26,7 +26,7 @@ async def main(url: str) -> None:
 
         left = BUDGET - len(part.token_ids)
         rest = await client.generate([*PROMPT, *part.token_ids.tolist()], {**params, "max_new_tokens": left})
-        print(f"went on with {len(rest.token_ids)} ({rest.finish_reason}): {rest.text!r}")
+        print(f"resumed with {len(rest.token_ids)} ({rest.finish_reason}): {rest.text!r}")
 
 
 if __name__ == "__main__":

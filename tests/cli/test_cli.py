@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from streamfold.cli import demo
+from streamfold.cli import demo_job as demo
 from streamfold.cli.main import app
 from streamfold.cli.recording import Recording
 from streamfold.errors import StreamTruncated
@@ -74,12 +74,12 @@ def test_the_demo_shows_its_rollouts_and_writes_what_it_got(tmp_path: Path) -> N
     done = streamfold("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = {name: [int(each.replace(",", "")) for each in row.split()] for name, row in ROW.findall(done.stdout)}
-    assert shown["groups done: they go to the trainer"] == [14, 14]
+    assert shown["groups done: given to the trainer"] == [14, 14]
     assert shown["tokens lost"] == [0, 0]
-    assert shown["  calls for one sample at most"] == [1, 1]
-    assert shown["groups aborted, as there were enough"][0] > 0
+    assert shown["  calls per sample, at most"] == [1, 1]
+    assert shown["groups aborted: not needed any more"][0] > 0
     assert shown["tokens kept of aborted samples"][0] > 0
-    assert shown["  of which resumed, from their tokens"][1] > 0
+    assert shown["  of which resumed from their tokens"][1] > 0
     samples = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_bytes().splitlines()]
     assert f"{len(samples)} of {len(samples)} finished samples equal the undisturbed generation" in done.stdout
     assert len(samples) == sum(shown["rewards computed"]) >= 2 * 28
@@ -120,7 +120,7 @@ def test_a_demo_whose_samples_differ_says_so_and_fails(monkeypatch: pytest.Monke
     monkeypatch.setattr(demo, "compare", wrong)
     done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo.jsonl")])
     assert done.exit_code == 1
-    assert "NO: samples [1] are not as in their undisturbed generation" in done.output
+    assert "FAILED: samples [1] differ from their undisturbed generation" in done.output
     assert "Why it matters" not in done.output
     samples = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_bytes().splitlines()]
     assert [sample["index"] for sample in samples if not sample["equal"]] == [1]
@@ -133,7 +133,7 @@ def test_serve_answers_until_it_is_interrupted() -> None:
             capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         assert "kept " in done.stdout
-        assert "went on with" in done.stdout
+        assert "resumed" in done.stdout
 
 
 def test_record_saves_the_very_bytes_and_replay_reads_them(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_record_of_each_engine_names_the_command_that_reads_it(engine: str, tmp_
         done = streamfold("record", "--url", server.url, "--engine", engine, "--payload", payload, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "HTTP 200" in done.stdout
-    _, *command = shlex.split(done.stdout.strip().rpartition("look into it: ")[2])
+    _, *command = shlex.split(done.stdout.strip().rpartition("To parse it: ")[2])
     shown = streamfold(*command)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     facts = dict(re.findall(r"^(\S.*?) {2,}(.*\S)", shown.stdout, re.MULTILINE))
@@ -204,7 +204,7 @@ def test_replay_tells_of_a_stream_that_was_cut() -> None:
     shown = streamfold("replay", DATA / "cases" / "13-done-without-finish.sse", "--logprobs")
     assert shown.returncode == 1
     assert "StreamTruncated" in shown.stderr
-    assert "the stream was cut" in shown.stdout
+    assert "the stream is truncated" in shown.stdout
 
 
 def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_recording_never_takes_the_place_of_its_payload_or_of_what_tells_of_it
     payload.write_bytes(PAYLOAD.read_bytes())
     done = streamfold("record", "--url", "http://127.0.0.1:9", "--payload", payload, "--out", tmp_path / out)
     assert done.returncode == 2
-    assert "need names of their own" in done.stderr
+    assert "must be three different files" in done.stderr
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("payload.json", PAYLOAD.read_bytes())]
 
 
@@ -269,7 +269,7 @@ def test_what_stands_beside_a_stream_and_does_not_tell_of_it_is_named(beside: st
     stream = tmp_path / "stream.sse"
     stream.write_bytes(b"data: [DONE]\n\n")
     stream.with_suffix(".json").write_bytes(beside.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"stream\.json does not tell of a stream"):
+    with pytest.raises(ValueError, match=r"stream\.json does not describe a recording"):
         Recording.load(stream)
 
 
@@ -289,7 +289,7 @@ def test_what_tells_of_a_stream_may_be_anything_that_is_not_needed(tmp_path: Pat
         (("replay", DATA / "cases" / "01-unicode-line-separators.sse", "--dialect", "sgl"), "dialect"),
         (("replay", DATA / "cases" / "47-routed-experts-good.sse", "--experts", "2"), "LAYERS,TOP_K"),
         (("record", "--url", "ftp://x", "--payload", PAYLOAD, "--out", "x.sse"), "http or https"),
-        (("record", "--url", "http://x", "--payload", __file__, "--out", "x.sse"), "no JSON"),
+        (("record", "--url", "http://x", "--payload", __file__, "--out", "x.sse"), "not JSON"),
         (("record", "--url", "http://x", "--payload", PAYLOAD, "--api-key", "a\nb"), "the API key"),
         (("record", "--url", "http://x", "--payload", PAYLOAD, "--out", "no/folder/x.sse"), "there is no folder"),
         (("demo", "--out", "no/folder/x.jsonl"), "there is no folder"),

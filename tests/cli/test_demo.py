@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold.cli import demo
+from streamfold.cli import demo_job as demo
 from streamfold.loopback import Loopback
 from streamfold.samples.sample import Sample
 from support.paths import EXAMPLES

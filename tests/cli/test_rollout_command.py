@@ -323,18 +323,18 @@ async def test_a_tokenizer_makes_ids_of_texts_and_chats_and_tells_the_end(tmp_pa
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (("--sampling-params", "{"), "is no JSON"),
+        (("--sampling-params", "{"), "is not JSON"),
         (("--sampling-params", "[1]"), "a JSON object"),
         (("--experts", "4,2"), "have no input_ids"),
         (("--experts", "2"), "LAYERS,TOP_K"),
         (("--url", "ftp://x"), "http or https"),
         (("--seed", str(2**64)), "cannot be sent"),
-        (("--sampling-params", '{"temperature": NaN}'), "NaN is no number"),
+        (("--sampling-params", '{"temperature": NaN}'), "NaN is not a number"),
         (("--sampling-params", '{"sampling_seed": 99999999999999999999}'), "cannot be sent"),
         (("--sampling-params", '{"stop": "\\ud800"}'), "cannot be sent"),
         (("--api-key", "a\nb"), "the API key"),
-        (("--out", "/dev/null"), "no regular file"),
-        (("--prompts", __file__), "line 1 is no JSON"),
+        (("--out", "/dev/null"), "not a regular file"),
+        (("--prompts", __file__), "line 1 is not JSON"),
         (("--out", str(ROOT / "examples" / "prompts.jsonl")), "another file"),
         (("--out", "no/such/folder/out.jsonl"), "No such file"),
         (("--concurrency", "0"), "concurrency"),
@@ -356,7 +356,7 @@ def test_a_vllm_server_that_auto_has_found_out_is_not_asked_for_texts(tmp_path: 
     with Loopback(engine="vllm") as engine:
         done = rollout(engine.url, prompts, out, "--engine", "auto")
         assert done.returncode == 2
-        assert "32 prompts have none: give a --tokenizer, or say --engine vllm-completions" in done.stderr
+        assert "32 prompts have none: use --tokenizer, or --engine vllm-completions" in done.stderr
         assert engine.stats().requests == 0
         done = rollout(engine.url, prompts, out, "--engine", "vllm-completions", "--max-new-tokens", "5")
         assert done.returncode == 0, done.stderr

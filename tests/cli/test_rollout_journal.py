@@ -107,8 +107,8 @@ def test_prompts_without_ids_are_encoded_where_something_can(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("{", "is no JSON"),
-        ('{"prompt": "\\ud800"}', "is no JSON"),
+        ("{", "is not JSON"),
+        ('{"prompt": "\\ud800"}', "is not JSON"),
         ("[1]", "an object like"),
         ('{"question": "Hi"}', "neither a prompt"),
         ('{"prompt": ""}', "neither a prompt"),
@@ -320,7 +320,7 @@ def test_damage_in_the_middle_is_named_and_left_alone(damage: bytes, prompts: Pa
         journal.write(ended(plan, 0))
         good = out.read_bytes()
     out.write_bytes(good + damage)
-    with pytest.raises(ValueError, match="line 2 is no sample of a rollout"):
+    with pytest.raises(ValueError, match="line 2 is not a sample of a rollout"):
         Journal(out, plan)
     assert out.read_bytes() == good + damage
 
@@ -330,7 +330,7 @@ def test_a_file_of_something_else_is_never_touched(end: str, prompts: Path) -> N
     plan = Plan(prompts, PARAMS)
     prompts.write_text('{"prompt": "one line, whose end may be missing"}' + end, encoding="utf-8")
     before = prompts.read_bytes()
-    with pytest.raises(ValueError, match="line 1 is no sample of a rollout"):
+    with pytest.raises(ValueError, match="line 1 is not a sample of a rollout"):
         Journal(prompts, plan)
     assert prompts.read_bytes() == before
 
@@ -341,7 +341,7 @@ def test_arrays_that_have_vanished_are_an_error(prompts: Path, out: Path) -> Non
         journal.write(ended(plan, 0, partial=True))
     for file in out.with_name("samples.jsonl.arrays").iterdir():
         file.unlink()
-    with pytest.raises(ValueError, match="line 1 is no sample"):
+    with pytest.raises(ValueError, match="line 1 is not a sample"):
         Journal(out, plan, "npz")
 
 

@@ -101,7 +101,6 @@ VALUES: list[Any] = [
     Decimal("1.10"),
     Fraction(1, 3),
     np.dtype("<f4"),
-    Sample(index=3, tokens=[1, 2]),
     Sample,
     len,
     NotImplementedError,
@@ -146,7 +145,7 @@ def test_a_value_of_any_type_comes_back_equal_and_of_the_same_type_if_the_file_i
     sample = saved(value, path)
     assert format_of(path) == b"streamfold buffer 2"
     found = loaded(path, trusted=True)
-    assert found == sample
+    assert vars(found) == vars(sample)
     for each in (found.label, found.metadata["deep"][0]["value"], *found.metadata.get("keys", ())):
         assert type(each) is type(value)
         assert each == value
@@ -164,8 +163,8 @@ def test_otherwise_the_value_stays_pickled_and_is_saved_again_unchanged(value: A
     buffer = Buffer([[found]])
     buffer.take(1)
     buffer.save(again)
-    assert loaded(again, trusted=False) == found
-    assert loaded(again, trusted=True) == sample
+    assert vars(loaded(again, trusted=False)) == vars(found)
+    assert vars(loaded(again, trusted=True)) == vars(sample)
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -190,7 +189,7 @@ def test_a_scalar_of_numpy_needs_no_pickle(scalar: Any, path: Path) -> None:
     sample = saved(scalar, path)
     assert format_of(path) == b"streamfold buffer 1"
     assert type(loaded(path, trusted=False).label) is type(scalar)
-    assert loaded(path, trusted=False) == sample
+    assert vars(loaded(path, trusted=False)) == vars(sample)
 
 
 def test_a_file_without_pickles_has_format_1_which_earlier_versions_read(path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A stream saved as it came, and read again: what a bug report needs.
+"""Recordings of streams, for bug reports: ``streamfold record`` writes them, ``streamfold replay`` reads them.
 
-``NAME.sse`` holds the body of the reply, byte for byte. ``NAME.json`` beside it tells what was asked, what HTTP said,
-and when each read came, so that the bytes can be fed again in the same pieces.
+``NAME.sse`` holds the body of the response, byte for byte. ``NAME.json`` beside it holds the request, status and
+headers of the response, and time and size of each read, so that a parser can be fed the same pieces again.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 __all__ = ["Recording", "record", "surroundings"]
 
 _WIDTH = 70  # bytes shown on each side of an error
-_TOLD: Final = {"request": dict, "engine": str, "status": int, "headers": dict, "reads": list, "end": str}
-_MEDIA: Final = ("image_data", "video_data", "audio_data", "content_parts")  # they make a prompt longer than its ids
+_DETAILS: Final = {"request": dict, "engine": str, "status": int, "headers": dict, "reads": list, "end": str}
+_MEDIA: Final = ("image_data", "video_data", "audio_data", "content_parts")  # the prompt is longer than its ids then
 
 
 @dataclass
 class Recording:
-    """One reply.
+    """One response.
 
     Attributes:
-        body: its bytes, without HTTP's own framing.
-        request: the JSON object that was sent; empty if nobody knows.
-        engine: what took it, as :class:`Client` names it.
-        status: the HTTP status; None if no reply came.
-        headers: those of the reply.
+        body: its bytes, without HTTP framing.
+        request: the JSON object that was sent; empty if it is not known.
+        engine: that it was sent to, as in ``Client(engine=...)``.
+        status: the HTTP status; None if there was no response.
+        headers: of the response.
         reads: for each read, the seconds since the request and the number of bytes.
-        end: how it ended: ``"eof"``, or what broke it off.
+        end: ``"eof"``, or the error that ended the response.
     """
 
     body: bytes
@@ -53,35 +53,32 @@ class Recording:
     end: str = "eof"
 
     def save(self, path: Path) -> None:
-        """Write ``path``, and what is known of it beside it, with the suffix ``.json``."""
-        told = {key: value for key, value in asdict(self).items() if key != "body"}
+        """Write the body to ``path``, and everything else to the same path with the suffix ``.json``."""
+        details = {key: value for key, value in asdict(self).items() if key != "body"}
         path.write_bytes(self.body)
-        path.with_suffix(".json").write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+        path.with_suffix(".json").write_bytes(orjson.dumps(details, option=orjson.OPT_INDENT_2))
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Read ``path`` and what stands beside it, if anything does.
+        """Read what :meth:`save` wrote; the ``.json`` file may be missing.
 
         Raises:
             OSError: ``path`` cannot be read.
-            ValueError: what stands beside it does not tell of a stream.
+            ValueError: the ``.json`` file is not one of a recording.
         """
-        beside = path.with_suffix(".json")
-        try:
-            told = orjson.loads(beside.read_bytes()) if beside != path and beside.exists() else {}
-            known = {key: told[key] for key in _TOLD if told.get(key) is not None}
-            reads = [(float(at), int(size)) for at, size in known.pop("reads", [])]
-            wrong = [key for key, value in known.items() if not isinstance(value, _TOLD[key])]
-            wrong += ["reads"] * any(size < 0 for _, size in reads)
-            wrong += ["engine"] * (known.get("engine", "sglang") not in ENGINES)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{beside} does not tell of a stream ({error}): move it away to go without") from None
-        if wrong:
-            raise ValueError(f"{beside} does not tell of a stream ({wrong[0]}): move it away to go without")
-        return cls(path.read_bytes(), reads=reads, **known)
+        details_path = path.with_suffix(".json")
+        details: dict[str, Any] = {}
+        if details_path != path and details_path.exists():
+            try:
+                details = _read_details(details_path.read_bytes())
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{details_path} does not describe a recording ({error}): move it away to read {path} without it"
+                ) from None
+        return cls(path.read_bytes(), **details)
 
     def parts(self) -> list[bytes]:
-        """The body in the pieces in which it came."""
+        """The body in the pieces in which it was received."""
         parts, start = [], 0
         for _, size in self.reads:
             parts.append(self.body[start : start + size])
@@ -91,27 +88,27 @@ class Recording:
     def parser(
         self, dialect: str | None = None, *, logprobs: bool | None = None, experts: Experts | None = None
     ) -> Parser:
-        """Make a parser that expects what was asked for.
+        """Make a parser for the response, which checks that it fits the request.
 
         Args:
             dialect: None: that of the engine.
-            logprobs: None: as the request said, or else no.
-            experts: the shape of the routed experts, if they are to be checked.
+            logprobs: whether log-probabilities were requested; None: as in the request, or no without one.
+            experts: the shape of the routed experts, to check it.
         """
         dialect = ENGINES[self.engine].dialect if dialect is None else dialect
-        prompt, asked, start = _asked(dialect, self.request)
+        prompt, has_logprobs, start = _read_request(dialect, self.request)
         has_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         has_media = any(self.request.get(key) for key in _MEDIA)
         return Parser(
             dialect,
-            logprobs=asked if logprobs is None else logprobs,
+            logprobs=has_logprobs if logprobs is None else logprobs,
             experts=experts,
             prompt_len=len(prompt) if has_ids and not has_media else None,
             experts_start=start if isinstance(start, int) and 0 <= start < 2**31 else 0,
         )
 
     def replay(self, parser: Parser) -> tuple[Generation, StreamfoldError | None]:
-        """Feed the body to ``parser`` as it came; what was good of it, and the error, if there is one."""
+        """Feed the body to ``parser``; returns what was parsed, and the error if there is one."""
         error = None
         try:
             for part in self.parts():
@@ -122,8 +119,28 @@ class Recording:
         return parser.take(), error
 
 
-def _asked(dialect: str, request: Mapping[str, Any]) -> tuple[Any, bool, Any]:
-    """What a request holds as its prompt, whether it asks for logprobs, and from which position on for experts."""
+def _read_details(data: bytes) -> dict[str, Any]:
+    """The fields of a recording's ``.json`` file.
+
+    Raises:
+        AttributeError, TypeError, ValueError: it is anything else.
+    """
+    loaded = orjson.loads(data)
+    details = {key: loaded[key] for key in _DETAILS if loaded.get(key) is not None}
+    for key, value in details.items():
+        if not isinstance(value, _DETAILS[key]):
+            raise TypeError(f"{key} is a {type(value).__name__}")
+    if details.get("engine", "sglang") not in ENGINES:
+        raise ValueError(f"engine is {details['engine']}")
+    if "reads" in details:
+        details["reads"] = [(float(at), int(size)) for at, size in details["reads"]]
+        if any(size < 0 for _, size in details["reads"]):
+            raise ValueError("reads has a negative size")
+    return details
+
+
+def _read_request(dialect: str, request: Mapping[str, Any]) -> tuple[Any, bool, Any]:
+    """The prompt of a request, whether it asks for log-probabilities, and the first position of routed experts."""
     if dialect == "vllm":
         params = request.get("sampling_params")
         params = params if isinstance(params, dict) else {}
@@ -141,10 +158,9 @@ async def record(
     headers: Mapping[str, str] | None = None,
     on_read: Callable[[int], object] = lambda _size: None,
 ) -> None:
-    """POST the request of ``recording`` to its engine at ``url``, streamed, and add whatever comes back until it ends.
+    """POST the request of ``recording`` to its engine at ``url``, streamed, and add the response to the recording.
 
-    Nothing is parsed and nothing is limited: silence is recorded too, until the engine or the caller ends it. However
-    it ends, by a cancel too, the recording holds what has come.
+    Nothing is parsed, and only connecting has a timeout. If this is cancelled, the recording holds what was received.
     """
     recording.request = {**recording.request, "stream": True}
     body = bytearray(recording.body)
@@ -173,7 +189,7 @@ async def record(
 
 
 def surroundings(body: bytes, error: DecodeError) -> str:
-    """The bytes around an error, with a mark under the place."""
+    """The bytes around an error, with a mark under its offset."""
     before = body[max(0, error.offset - _WIDTH) : error.offset].rpartition(b"\n")[2]
     after = body[error.offset : error.offset + _WIDTH].partition(b"\n")[0]
     left, right = (part.decode(errors="backslashreplace") for part in (before, after))

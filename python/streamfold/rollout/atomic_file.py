@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_temporary(path: Path) -> tuple[BinaryIO, Path]:
-    """A new file, locked while it is open, which tells other processes that its writer is alive."""
+    """A new file, locked while it is open, by which other processes see that its writer is alive."""
     while True:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.saving")
         file = temporary.open("xb", buffering=_BUFFER_SIZE)

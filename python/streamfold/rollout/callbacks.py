@@ -40,7 +40,7 @@ class Generate(Protocol):
 
         Args:
             sample: a sample that is not finished. One that has a response is to be resumed.
-            sampling_params: a copy of its own, of ``RolloutConfig.sampling_params``.
+            sampling_params: a copy of ``RolloutConfig.sampling_params``, which it may change.
             aborted: whether the rollout is being aborted. While it returns True no request may be sent.
         """
         ...

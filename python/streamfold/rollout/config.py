@@ -112,7 +112,7 @@ class RolloutConfig:
         return f"RolloutConfig({_shortened(', '.join(changed), _MAX_REPR)})"
 
     @property
-    def ask(self) -> int:
+    def take_size(self) -> int:
         """How many groups are taken from the source at a time."""
         return self.groups if self.over_sampling is None else self.over_sampling
 

@@ -29,11 +29,11 @@ __all__ = [
 Group: TypeAlias = list[Sample]
 """The samples of one prompt, which are judged, filtered and trained on together.
 
-Where a generate function returned several samples for one, that element is a list of samples. Type checkers are not
-told of this case, as few users have it: ``cast`` the element, or check it with ``isinstance(element, list)``.
+Where a generate function returned several samples for one, that element is a list of samples. The type leaves this
+rare case out: ``cast`` such a group, or check its elements with ``isinstance(element, list)``.
 """
 
-# FAILED is a host's status for a result of its own generator, which is never generated a second time.
+# FAILED is set by the generate functions of hosts. Such a sample is not generated a second time.
 _FINISHED: Final = ("COMPLETED", "TRUNCATED", "FAILED")
 
 AnyGroup: TypeAlias = list[Any]

@@ -46,7 +46,8 @@ class Pool:
         rollout: client, configuration, reward, filter and generate functions. Of the configuration, ``groups`` is
             not used except as the default of ``over_sampling``, ``max_staleness`` counts weight versions, and
             ``max_failures`` counts from one call of :meth:`next` to the following one.
-        source: of groups. One with ``done``, as a :class:`~streamfold.Buffer`, is told which groups the trainer got.
+        source: of groups. If it has ``done``, as a :class:`~streamfold.Buffer`, that is called with the groups that the
+            trainer got.
         in_flight: how many groups are in flight. None: ``over_sampling`` of the configuration, or else its
             ``groups``. No group is started while as many are ready.
         version: the initial :attr:`version`.
@@ -63,7 +64,7 @@ class Pool:
     def __init__(self, rollout: Rollout, source: Source, *, in_flight: int | None = None, version: int = 0) -> None:
         self.version = version
         self._parts = parts_of(rollout)
-        self._max_in_flight = self._parts.config.ask if in_flight is None else in_flight
+        self._max_in_flight = self._parts.config.take_size if in_flight is None else in_flight
         if self._max_in_flight < 1:
             raise ValueError(f"in_flight must be at least 1, not {in_flight}")
         self._stats = RolloutStats()

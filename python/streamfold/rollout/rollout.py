@@ -175,7 +175,7 @@ class Rollout:
         config = self._parts.config
         while len(tracker.ready) < config.groups:
             while not tracker.is_dry and len(tracker.ready) + len(scheduler) < config.groups:
-                for group in tracker.take(config.ask, rollout_id):
+                for group in tracker.take(config.take_size, rollout_id):
                     scheduler.start(group, rollout_id)
             outcome = await scheduler.next_outcome()
             if outcome is None:

@@ -272,7 +272,7 @@ class GroupRunner:
 
 
 async def _run_all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently, and wait until all have ended, whatever they raise."""
+    """Run coroutines concurrently, and wait until all have ended, even if some raise an error."""
     if len(work) == 1:
         return await work[0]
     tasks = [asyncio.get_running_loop().create_task(each) for each in work]

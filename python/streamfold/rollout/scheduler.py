@@ -100,16 +100,16 @@ class GroupScheduler:
         Raises:
             asyncio.CancelledError: the caller was cancelled. All tasks were cancelled then, and have ended.
         """
-        began = self._loop.time()
+        started_at = self._loop.time()
         self._begin_abort(now=now)
         engine_aborts = None
         if self._runner.tasks.has("server"):
-            engine_aborts = self._loop.create_task(self._keep_aborting_engines(began + self._config.abort_seconds))
+            engine_aborts = self._loop.create_task(self._keep_aborting_engines(started_at + self._config.abort_seconds))
         cancelled = await self._wait_until_ended()
         if engine_aborts is not None:
             engine_aborts.cancel()
             cancelled = await wait_all([engine_aborts]) or cancelled
-        self._stats.abort_seconds += self._loop.time() - began
+        self._stats.abort_seconds += self._loop.time() - started_at
         if cancelled is not None:
             raise cancelled
 

@@ -1,4 +1,4 @@
-"""Runs generators and reward functions in tasks that an abort can cancel, and tells an abort from any other cancel."""
+"""Runs generate and reward functions in tasks that an abort can cancel; separates aborts from other cancels."""
 
 from __future__ import annotations
 

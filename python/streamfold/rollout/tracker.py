@@ -174,7 +174,7 @@ class GroupTracker:
     # To the trainer.
 
     def deliver(self, group: Group, version: int) -> None:
-        """Count a group that the trainer gets, and tell the source."""
+        """Count a group that the trainer gets, and call ``done`` of the source."""
         self._stats.groups["done"] += 1
         self._stats.staleness.append(version - start_of(group, version))
         self._forget(group)

@@ -1,0 +1,90 @@
+"""Reads options of the command line that are more than a word or a number."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from streamfold._core import Experts
+
+if TYPE_CHECKING:
+    from streamfold._types import Tokenizer
+    from streamfold.cli.journal import Encode
+
+__all__ = ["EXPERTS_HELP", "TokenizerOption", "experts_option", "params_option", "tokenizer_option"]
+
+EXPERTS_HELP: Final = "Layers, top-k, and optionally the number of experts and the dtype, such as 48,8,128,uint8."
+
+
+class TokenizerOption(NamedTuple):
+    """What ``--tokenizer`` gives.
+
+    Attributes:
+        decoder: turns ids into text; None: there is no tokenizer.
+        encode: turns a text, or the messages of a chat, into the ids of a prompt.
+        stop_ids: tokens that end a response.
+    """
+
+    decoder: Tokenizer | None
+    encode: Encode | None
+    stop_ids: list[int]
+
+
+def experts_option(text: str | None) -> Experts | None:
+    """Read LAYERS,TOP_K[,EXPERTS[,DTYPE]].
+
+    Raises:
+        ValueError: the text is anything else.
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    try:
+        numbers = [int(part) for part in parts[:3]]
+        return Experts(*numbers, *parts[3:])  # type: ignore[arg-type]  # it checks the dtype itself
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--experts {text} is not LAYERS,TOP_K[,EXPERTS[,DTYPE]] ({error})") from None
+
+
+def params_option(text: str | None) -> dict[str, Any]:
+    """Read a JSON object of sampling parameters.
+
+    Raises:
+        ValueError: the text is anything else.
+    """
+    try:
+        params = json.loads(text or "{}", parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ValueError(f"--sampling-params is not JSON: {error}") from None
+    if not isinstance(params, dict):
+        raise ValueError('--sampling-params must be a JSON object, such as {"min_p": 0.1}')
+    return params
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number of JSON")  # but Python's json reads NaN and Infinity
+
+
+def tokenizer_option(name: str | None) -> TokenizerOption:
+    """Load a tokenizer of transformers, by name or folder.
+
+    Raises:
+        ValueError: transformers is not installed.
+        OSError: there is no such tokenizer.
+    """
+    if name is None:
+        return TokenizerOption(None, None, [])
+    try:
+        transformers = importlib.import_module("transformers")  # slow, and only needed here
+    except ImportError:
+        raise ValueError("--tokenizer needs transformers: pip install transformers") from None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+
+    def encode(prompt: str | list[dict[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(tokenizer.encode(prompt))
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return TokenizerOption(tokenizer, encode, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

@@ -1,0 +1,99 @@
+"""``streamfold record``: sends one request and saves the response byte for byte, with the time of each read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from streamfold.cli.console import cancel_on_signals, check_out, console, errors, fail, progress_bar
+from streamfold.cli.recording import Recording, record
+from streamfold.client.urls import bearer
+from streamfold.engines.detect import ENGINES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["command"]
+
+
+def command(
+    url: Annotated[str, typer.Option(help="URL of the engine or router, such as http://10.0.0.1:30000.")],
+    payload: Annotated[
+        Path,
+        typer.Option(
+            exists=True, dir_okay=False, help="JSON file with the body of the request, in the format of the engine."
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            dir_okay=False, help="File for the body of the response. Request, headers and times go beside it, in .json."
+        ),
+    ] = Path("stream.sse"),
+    engine: Annotated[
+        Literal["sglang", "vllm", "vllm-completions"],
+        typer.Option(
+            help="Endpoint: sglang: /generate; vllm: /inference/v1/generate; vllm-completions: /v1/completions."
+        ),
+    ] = "sglang",
+    api_key: Annotated[str | None, typer.Option(help="Bearer token to send. Default: none.")] = None,
+) -> None:
+    """Send one request and save the response byte for byte, with the time of each read.
+
+    The payload is sent unchanged, except that "stream" is set to true. With
+    vllm-completions put "return_token_ids": true into it, as replay needs the token
+    ids.
+
+    Ctrl-C ends the recording and keeps what was received. Read it with
+    [bold]streamfold replay[/].
+    """
+    recording = Recording(b"", request=_read_payload(payload, engine), engine=engine)
+    details = out.with_suffix(".json")
+    if out == details or payload.resolve() in (out.resolve(), details.resolve()):
+        fail(f"--out {out}: the payload, the stream and {details} with its details must be three different files")
+    try:
+        check_out(out)
+        headers = {} if api_key is None else {"Authorization": bearer(api_key)}
+        asyncio.run(_record(url, recording, headers))
+    except ValueError as error:
+        fail(str(error))
+    if recording.status is None:
+        errors.print(f"streamfold: no reply from {url}: {recording.end}", style="red", markup=False)
+        raise typer.Exit(1)
+    try:
+        recording.save(out)
+    except OSError as error:
+        fail(f"{out} cannot be written: {error}")
+    size, reads = len(recording.body), len(recording.reads)
+    console.print(f"HTTP {recording.status}, {size} bytes in {reads} reads, ended by {recording.end}")
+    hint = f"Saved to {out} and {details}. To parse it: streamfold replay {shlex.quote(str(out))}"
+    console.print(hint, markup=False, soft_wrap=True)
+
+
+def _read_payload(path: Path, engine: str) -> dict[str, Any]:
+    try:
+        request = json.loads(path.read_bytes())
+    except ValueError as error:
+        fail(f"{path} is not JSON: {error}")
+    if not isinstance(request, dict):
+        fail(f"{path} must hold a JSON object, the body of a POST to {ENGINES[engine].path}")
+    return request
+
+
+async def _record(url: str, recording: Recording, headers: Mapping[str, str]) -> None:
+    with progress_bar("{task.fields[size]} bytes in {task.fields[reads]} reads", target=errors) as progress:
+        bar = progress.add_task("recording", total=None, size=0, reads=0)
+
+        def count(size: int) -> None:
+            fields = progress.tasks[bar].fields
+            progress.update(bar, size=fields["size"] + size, reads=fields["reads"] + 1)
+
+        task = cancel_on_signals(record(url, recording, headers=headers, on_read=count))
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()

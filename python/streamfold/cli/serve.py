@@ -1,0 +1,90 @@
+"""``streamfold serve``: runs a loopback engine, a mock of SGLang or vLLM, until it is interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from typing import Annotated, Literal
+
+import typer
+
+from streamfold.cli.console import console, fail, import_loopback
+
+__all__ = ["command"]
+
+
+def command(
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Engine whose HTTP API is emulated.")] = "sglang",
+    wire: Annotated[
+        str,
+        typer.Option(
+            help='Engine version to emulate, such as 0.5.23 (SGLang) or 0.28 (vLLM), or "rust" for the newest one with '
+            "--frontend rust. Default: the newest one that is known."
+        ),
+    ] = "",
+    host: Annotated[
+        str, typer.Option(help="Address to listen at: 127.0.0.1, ::1, or 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0: any free port.")] = 30000,
+    incremental: Annotated[
+        bool,
+        typer.Option(
+            "--incremental/--cumulative",
+            help="Whether each event holds only the new tokens, or the whole response so far. vLLM always sends only "
+            "new tokens.",
+        ),
+    ] = False,
+    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per event.")] = 1,
+    token_rate: Annotated[
+        float, typer.Option(min=0, help="Tokens per second of each request; 0: as fast as possible.")
+    ] = 50,
+    prefill_delay: Annotated[float, typer.Option(min=0, help="Time to first token, in seconds.")] = 0.05,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once; others are queued.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the mock model: another seed generates other tokens.")] = 0,
+    frontend: Annotated[
+        Literal["python", "rust"], typer.Option(help="Frontend of the engine whose JSON formatting is emulated.")
+    ] = "python",
+    api_key: Annotated[
+        str | None, typer.Option(help="Require this bearer token. Default: requests need no token.")
+    ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="JSON file with faults to inject, such as resets and errors."),
+    ] = None,
+) -> None:
+    r"""Run a loopback engine: the HTTP API of SGLang or vLLM with a deterministic mock model, without GPU or weights.
+
+    Ctrl-C stops it.
+
+    Try it: [bold]curl -N localhost:30000/generate -d '{"text": "Hi", "stream": true}'[/]
+
+    With --engine vllm:
+    [bold]curl -N localhost:30000/v1/completions -H 'Content-Type: application/json' \
+    -d '{"prompt": "Hi", "stream": true}'[/]
+
+    The format of the --faults file:
+    [bold]python -m pydoc streamfold.loopback.faults[/]
+    """
+    loopback = import_loopback()
+    try:
+        loopback.serve(
+            host=host,
+            port=port,
+            on_ready=_print_url,
+            incremental=incremental,
+            stream_interval=stream_interval,
+            token_rate=token_rate,
+            prefill_delay=prefill_delay,
+            max_running_requests=batch_size,
+            seed=seed,
+            engine=engine,
+            frontend="rust" if wire == "rust" else frontend,
+            version="" if wire == "rust" else wire,
+            api_key=api_key,
+            faults=None if faults is None else loopback.Faults.read(faults),
+        )
+    except (OSError, ValueError) as error:
+        fail(f"cannot serve: {error}")
+
+
+def _print_url(url: str) -> None:
+    console.print(f"Loopback engine at {url} (Ctrl-C stops it)")
