@@ -31,7 +31,7 @@ unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(BUILT)  ## Two rollouts on two engines in a box: cut, kept, resumed; proves that nothing is lost
+demo: $(BUILT)  ## Two rollouts on two loopback engines: abort, keep, resume; checks that no token is lost
 	$(BIN)/streamfold demo
 
 test: $(BUILT)  ## Run the Rust and Python tests (without torch)
@@ -46,7 +46,7 @@ test: $(BUILT)  ## Run the Rust and Python tests (without torch)
 test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB)
 	$(BIN)/pytest -m torch $(TEST_ARGS)
 
-lint: $(BUILT)  ## Check formats, lints, types and the stub against the compiled module
+lint: $(BUILT)  ## Check formats, lints, types, import layers, complexity, and the stub against the compiled module
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path rust/fuzz/Cargo.toml --check
 	$(CARGO) clippy --workspace --all-targets --locked -- --deny warnings
@@ -55,6 +55,10 @@ lint: $(BUILT)  ## Check formats, lints, types and the stub against the compiled
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest streamfold._core --mypy-config-file pyproject.toml
+	$(BIN)/lint-imports
+	$(BIN)/radon cc --json python/streamfold | $(BIN)/python tests/support/complexity.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes streamfold --ignoreexternal >target/verifytypes.txt || \
+	  { cat target/verifytypes.txt; exit 1; }
 
 check: lint test test-torch  ## Everything that a change must pass
 

@@ -111,7 +111,7 @@ class EngineError(StreamfoldError):
         super().__init__(message if status is None else f"{message} (status {status})", partial=partial)
         self.message = message
         self.status = status
-        self.retryable = _is_retryable(status) if retryable is None else retryable
+        self.retryable: bool = _is_retryable(status) if retryable is None else retryable
         self.retry_after = retry_after
 
 

@@ -16,7 +16,7 @@ whole servers. Settings (timeouts, retries, limits) are in :mod:`streamfold.inte
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from streamfold.integrations import data_source, fully_async, generate, rollout
 from streamfold.integrations.base import Integration, has_items
@@ -39,7 +39,7 @@ class Slime(Integration):
     """THUDM/slime, on SGLang."""
 
     package = "slime"
-    engine = "sglang"
+    engine: ClassVar[Literal["sglang", "vllm"]] = "sglang"
     session_policy = "consistent_hashing"
     session_header = "X-SMG-Routing-Key"
     seed_param = "sampling_seed"

@@ -20,7 +20,7 @@ other than 1, vLLM must be started with ``--return-sampling-mask``: vime replays
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from streamfold.integrations import data_source, fully_async, generate, multimodal, rollout
 from streamfold.integrations.base import Integration, has_items
@@ -40,7 +40,7 @@ class Vime(Integration):
     """vllm-project/vime, on vLLM."""
 
     package = "vime"
-    engine = "vllm"
+    engine: ClassVar[Literal["sglang", "vllm"]] = "vllm"
     session_policy = "consistent_hash"
     session_header = "x-session-id"
     seed_param = "seed"

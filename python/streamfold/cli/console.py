@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cancel_on_signals", "check_out", "console", "errors", "fail", "import_loopback", "progress_bar"]
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+console: Console = Console(highlight=False)
+errors: Console = Console(stderr=True, highlight=False)
 
 
 def progress_bar(text: str, *, target: Console = console) -> Progress:

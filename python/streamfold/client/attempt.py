@@ -58,7 +58,9 @@ class Attempt:
     ) -> None:
         self.rid = rid
         self.error: BaseException | None = None
-        self.sent_at = self.first_token_at = self.last_token_at = math.inf
+        self.sent_at: float = math.inf
+        self.first_token_at: float = math.inf
+        self.last_token_at: float = math.inf
         self._parser = parser
         self._control = control
         self._timeouts = timeouts

@@ -30,7 +30,7 @@ __all__ = ["EngineControl"]
 
 T = TypeVar("T")
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 _MAX_CONCURRENT = 32  # requests to each worker, so that one that hangs does not delay aborts at the others
 _TIMEOUT_SECONDS = 3.0  # for one request, from the connect to the end of its response
@@ -111,7 +111,7 @@ class EngineControl:
             await asyncio.wait(sweeps, timeout=deadline - self._loop.time())
             for worker, sweep in zip(workers, sweeps, strict=True):
                 if not sweep.done():
-                    log.warning("%s did not become idle within %g s of aborting all its requests", worker, seconds)
+                    _logger.warning("%s did not become idle within %g s of aborting all its requests", worker, seconds)
         finally:
             stop.set()
             await asyncio.wait(sweeps)  # a late abort of all would end requests that are started next
@@ -174,11 +174,11 @@ class EngineControl:
             if last not in self._missing:  # concurrent aborts may find the same
                 self._missing.add(last)
                 level = logging.INFO if self.engine.abort_by_disconnect else logging.WARNING
-                log.log(level, "%s can abort a request only by closing its stream: %s", worker, error)
+                _logger.log(level, "%s can abort a request only by closing its stream: %s", worker, error)
         except EngineError as error:
             if worker not in self._warned_abort:  # one warning for a dead worker, not one for each of 1,000 aborts
                 self._warned_abort.add(worker)
-                log.warning("could not abort at %s, requests may keep running there: %s", worker, error)
+                _logger.warning("could not abort at %s, requests may keep running there: %s", worker, error)
 
     # Aborting all requests.
 
@@ -200,7 +200,7 @@ class EngineControl:
                 if (failures >= _MAX_FAILURES or not error.retryable) and not stop.is_set():
                     if worker not in self._warned_abort_all:  # every rollout ends with an abort of all
                         self._warned_abort_all.add(worker)
-                        log.warning("could not abort all requests at %s, some may keep running: %s", worker, error)
+                        _logger.warning("could not abort all requests at %s, some may keep running: %s", worker, error)
                     return not answers and error.status is None
             else:
                 failures, idle = 0, 0 if load else idle + 1
@@ -249,7 +249,7 @@ class EngineControl:
         try:
             return normalize_base_url(worker)
         except ValueError as error:
-            log.warning("the router lists a worker with an invalid URL, which is ignored: %s", error)
+            _logger.warning("the router lists a worker with an invalid URL, which is ignored: %s", error)
             return None
 
     # Requests.

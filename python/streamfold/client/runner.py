@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallRunner", "RetryLog"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 _WARN_SECONDS = 60.0
 
@@ -67,9 +67,9 @@ class CallRunner:
         retry_log: RetryLog,
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
-        self.started_at = loop.time()
+        self.started_at: float = loop.time()
         self.ended: asyncio.Future[Generation] = loop.create_future()
-        self.tries = 0
+        self.tries: int = 0
         self.error: BaseException | None = None
         self._make_attempt = make_attempt
         self._attempt = make_attempt(rid)
@@ -288,7 +288,7 @@ class RetryLog:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self._next_warning = -math.inf
         self._since_warning = 0
 
@@ -299,8 +299,8 @@ class RetryLog:
         self._since_warning += 1
         message = f"try {runner.tries} of request {runner.rid} failed, retrying in {pause:.1f} s: {error}"
         if now < self._next_warning:
-            log.info("%s", message)
+            _logger.info("%s", message)
             return
-        log.warning("%s (%s failed since the last warning; each is logged as info)", message, self._since_warning)
+        _logger.warning("%s (%s failed since the last warning; each is logged as info)", message, self._since_warning)
         self._next_warning = now + _WARN_SECONDS
         self._since_warning = 0

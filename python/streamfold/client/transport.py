@@ -88,8 +88,8 @@ class Connection:
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, *, on_sent: Callable[[], None] | None = None) -> None:
-        self.sent = False
-        self.stopped = False
+        self.sent: bool = False
+        self.stopped: bool = False
         self._transport = transport
         self._on_sent = on_sent
         self._shows_stream = type(transport) is httpx.AsyncHTTPTransport

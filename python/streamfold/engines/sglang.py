@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from streamfold.engines.base import EngineSpec, asks_top_p, check_finite, read_json, with_extra
 from streamfold.errors import EngineError, quote
@@ -22,7 +22,7 @@ class Sglang(EngineSpec):
     dialect = "sglang"  # the parser detects cumulative or incremental streams
     path = "/generate"
     rid_key = "rid"
-    loads = ("/v1/loads?include=core",)
+    loads: ClassVar[tuple[str, ...]] = ("/v1/loads?include=core",)
     length_before_stop = True
     ignores_given_ends = True
 

@@ -30,7 +30,7 @@ class Vllm(EngineSpec):
     dialect = "vllm"
     path = "/inference/v1/generate"
     rid_key = "request_id"
-    loads = ("/metrics", "/load")  # /load counts only with --enable-server-load-tracking
+    loads: ClassVar[tuple[str, ...]] = ("/metrics", "/load")  # /load counts only with --enable-server-load-tracking
     abort_by_disconnect = True
     reports_stop_token = False
     tells_text = False

@@ -28,7 +28,7 @@ __all__ = ["Integration", "SampleRequest", "TrainerSample", "has_items", "metada
 
 TrainerSample: TypeAlias = Any  # slime.utils.types.Sample, or vime's; its fields differ between releases
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 
 def router_url(host: str, port: int) -> str:
@@ -180,7 +180,7 @@ class Integration(ABC):
         try:
             update(build(self.trace_meta(generation)))
         except Exception:  # a trace is not worth a sample
-            log.exception("the attributes of a call could not be added to its %s span", self.package)
+            _logger.exception("the attributes of a call could not be added to its %s span", self.package)
 
     def _trace_helper(self, name: str) -> Any:  # noqa: ANN401
         """One of its helpers for spans; newer and older releases have them in different modules."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DurableBuffer", "data_source_class", "durable_buffer"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 T = TypeVar("T")
 TrainerSource: TypeAlias = Any  # the trainer's RolloutDataSourceWithBuffer
@@ -59,7 +59,7 @@ class DurableBuffer:
         )
         prompts = None if source.dataset is None else _Prompts(source, draw, package)
         self._new_buffer = functools.partial(Buffer, prompts, sample_type)
-        self.buffer = self._new_buffer()
+        self.buffer: Buffer = self._new_buffer()
         self.tracks_in_flight = False
         self._delivered: tuple[int, list[Group]] | None = None  # the last rollout, and its groups
         self._run: Callable[[Callable[[], Any]], Any] | None = None
@@ -133,17 +133,17 @@ class DurableBuffer:
         except Exception as error:
             if not path.exists():
                 raise
-            log.warning(
+            _logger.warning(
                 "%s's own state of rollout %s cannot be read (%r); ours is enough", self._package, rollout_id, error
             )
         if path.exists():
             self.buffer.load(path)
             self._delivered = None
-            log.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
+            _logger.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
             return
         self.buffer = self._new_buffer(position=self._source.sample_group_index)
         if self.buffer.position:
-            log.warning("there is no %s: groups that waited when rollout %s was saved are lost", path, rollout_id)
+            _logger.warning("there is no %s: groups that waited when rollout %s was saved are lost", path, rollout_id)
 
     # Inside.
 
@@ -181,7 +181,7 @@ class DurableBuffer:
         self.buffer.put([group for group in rest if id(group) in left])
         dropped = [group for group in waiting if id(group) not in kept]
         if dropped:
-            log.info("the buffer filter dropped %d groups", len(dropped))
+            _logger.info("the buffer filter dropped %d groups", len(dropped))
         self.buffer.done(dropped)
         return [*chosen, *new]
 
@@ -214,7 +214,9 @@ class _Prompts:
         drawn = source.sample_group_index
         if drawn == position:
             return
-        log.warning("%s's own state is after %d groups, ours after %d: ours is used", self._package, drawn, position)
+        _logger.warning(
+            "%s's own state is after %d groups, ours after %d: ours is used", self._package, drawn, position
+        )
         if drawn > position:
             for name in _COUNTERS:
                 setattr(source, name, 0)

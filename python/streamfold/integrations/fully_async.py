@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["close_rollout", "generate_rollout_async"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ def _close_at_exit() -> None:
         try:
             close_rollout(background.integration)
         except Exception:  # noqa: PERF203  # two at most
-            log.exception("at the end of the process groups were in flight, and could not be returned")
+            _logger.exception("at the end of the process groups were in flight, and could not be returned")
 
 
 def _forget_in_child() -> None:

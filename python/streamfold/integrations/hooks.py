@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupFilters", "RewardModel", "SampleGenerator"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 State: TypeAlias = Any  # the trainer's GenerateState
 
@@ -99,7 +99,7 @@ class SampleGenerator:
 
     def _prepare_retry(self, sample: TrainerSample) -> None:
         """Prepare a sample that the engine aborted: to be resumed with ``--partial-rollout``, else to be restarted."""
-        log.info("the engine aborted sample %s after %d tokens; retrying", sample.index, sample.response_length)
+        _logger.info("the engine aborted sample %s after %d tokens; retrying", sample.index, sample.response_length)
         if not getattr(self._args, "partial_rollout", False):
             restart_samples([sample])
         elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):

@@ -22,12 +22,12 @@ try:
     from streamfold.loopback.faults.script import Faults
     from streamfold.loopback.router.router import Router
     from streamfold.loopback.server import Loopback, Stats, serve
-except ModuleNotFoundError as error:
-    _missing = (error.name or "").partition(".")[0]
+except ModuleNotFoundError as _error:
+    _missing = (_error.name or "").partition(".")[0]
     if _missing not in {"starlette", "uvicorn", "h11"}:
         raise
     _message = f"the loopback engine needs {_missing}: pip install 'streamfold[loopback]'"
-    raise ImportError(_message, name=_missing) from error
+    raise ImportError(_message, name=_missing) from _error
 
 __all__ = [
     "Config",

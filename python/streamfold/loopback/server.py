@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamfold.loopback.core.reply import Reply
+    from streamfold.loopback.core.tokenizer import MockTokenizer
     from streamfold.loopback.faults.script import Faults
     from streamfold.loopback.http.response_writer import ConnectionEnd
 
@@ -145,8 +146,8 @@ class Loopback:
         if config is not None and options:
             msg = "give a Config or its fields by name, not both"
             raise TypeError(msg)
-        self.config = Config(**options) if config is None else config
-        self.tokenizer = self.config.tokenizer
+        self.config: Config = Config(**options) if config is None else config
+        self.tokenizer: MockTokenizer = self.config.tokenizer
         self._host, self._port = host, port
         self._server: _EngineServer | None = None
         self._thread: ServerThread | None = None

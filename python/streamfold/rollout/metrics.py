@@ -135,7 +135,7 @@ class EventLoopLag:
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
         self._stopped_at: float | None = None
-        self.longest_pause = 0.0
+        self.longest_pause: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pool"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 
 class Pool:
@@ -184,7 +184,7 @@ class Pool:
             if self._scheduler is None or len(self._scheduler):
                 await self._changed.wait()
             elif not self._tracker.return_failed():
-                log.warning("the source ran out: %d of %d groups are ready", self.ready, n)
+                _logger.warning("the source ran out: %d of %d groups are ready", self.ready, n)
                 return
 
     async def _work(self, scheduler: GroupScheduler) -> None:

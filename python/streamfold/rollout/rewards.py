@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rewards"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 
 class Rewards:
@@ -47,7 +47,7 @@ class Rewards:
     def warn_if_running(self) -> None:
         """Log how many threads are still running whose callers were cancelled."""
         if self._running:
-            log.warning(
+            _logger.warning(
                 "%d calls of the reward function are still running in threads after the end of the rollout; their "
                 "results are discarded and computed again in the next one",
                 self._running,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rollout", "RolloutConfig", "RolloutResult", "parts_of"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Rollout:
         stats.retries = parts.client.retried - retried
         if len(groups) < target:
             stats.is_dry = True
-            log.warning("the source ran out: rollout %d ends with %d of %d groups", rollout_id, len(groups), target)
+            _logger.warning("the source ran out: rollout %d ends with %d of %d groups", rollout_id, len(groups), target)
         return RolloutResult(groups, stats.metrics(lag))
 
     async def _collect(self, scheduler: GroupScheduler, tracker: GroupTracker, rollout_id: int) -> None:

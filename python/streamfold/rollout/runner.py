@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupOutcome", "GroupRunner", "RateLimiter"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 _MILLISECOND: Final = 0.001
 
@@ -238,7 +238,7 @@ class GroupRunner:
         # One warning, not a thousand: an engine that dies during an abort fails all its samples.
         level = logging.INFO if self._has_warned else logging.WARNING
         self._has_warned = True
-        log.log(level, "sample %s failed while it was being aborted", sample.index, exc_info=error)
+        _logger.log(level, "sample %s failed while it was being aborted", sample.index, exc_info=error)
 
     async def _judge(self, rewards: Rewards, outcome: GroupOutcome, sample: Sample) -> None:
         """Compute the reward of one finished sample."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupScheduler"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 _ABORT_INTERVAL: Final = 0.05  # seconds between two aborts of the engines, as requests may arrive in between
 _GRACE_SECONDS: Final = 5.0  # for tasks to end that were cancelled because they exceeded abort_seconds
@@ -117,7 +117,7 @@ class GroupScheduler:
         """After an abort: the groups whose tasks ignore being cancelled, each with a copy that can be used instead."""
         stuck = [outcome.group for outcome in self._running.values()]
         for group in stuck:
-            log.error("group %d ignores being cancelled: its task is left running", sort_key(group)[0])
+            _logger.error("group %d ignores being cancelled: its task is left running", sort_key(group)[0])
         self._running.clear()
         return [(group, copy.deepcopy(group)) for group in stuck]
 
@@ -127,7 +127,7 @@ class GroupScheduler:
             try:
                 self._on_abort()
             except Exception:
-                log.exception("on_abort raised an error; the abort continues")
+                _logger.exception("on_abort raised an error; the abort continues")
         if now:
             self._runner.abort_rewards()
         self._runner.tasks.abort("request")
@@ -135,7 +135,7 @@ class GroupScheduler:
     async def _wait_until_ended(self) -> asyncio.CancelledError | None:
         cancelled = await self._wait(self._config.abort_seconds)
         if self._running:
-            log.warning(
+            _logger.warning(
                 "%d groups did not end within %g s and are cancelled", len(self._running), self._config.abort_seconds
             )
             for task in self._running:
@@ -162,7 +162,7 @@ class GroupScheduler:
             try:
                 await self._abort_engines(left)
             except Exception:
-                log.exception("the engines could not be aborted; waiting for their requests to end")
+                _logger.exception("the engines could not be aborted; waiting for their requests to end")
             await asyncio.sleep(_ABORT_INTERVAL)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:

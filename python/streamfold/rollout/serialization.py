@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot", "UnsupportedValue", "load", "save"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 _PLAIN: Final = 1
 _WITH_PICKLES: Final = 2
@@ -136,7 +136,7 @@ def load(path: Path, *, trusted: bool = False) -> Any:  # noqa: ANN401  # any tr
         reader = _READERS[version](file, path, trusted=trusted)
         value = reader.read()
     if reader.opaque:
-        log.warning(
+        _logger.warning(
             "%s: %d values stay pickled (%s): load it with trusted=True if you trust its writer",
             path,
             reader.opaque.total(),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupTracker"]
 
-log = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 
 
 class GroupTracker:
@@ -65,7 +65,7 @@ class GroupTracker:
         returns_all: bool,
     ) -> None:
         self.ready: list[Group] = []
-        self.is_dry = False
+        self.is_dry: bool = False
         self._source = source
         self._config = config
         self._filter = filter
@@ -151,7 +151,7 @@ class GroupTracker:
         if outcome.failures:
             self._failed.append(outcome)
             sample, error = outcome.failures[0]
-            log.warning("sample %s failed; its group is returned to the source", sample.index, exc_info=error)
+            _logger.warning("sample %s failed; its group is returned to the source", sample.index, exc_info=error)
         elif unfinished_samples(group):
             self._unfinished.append(group)
         elif is_wanted and is_complete(group, needs_reward=self._needs_reward):
@@ -219,7 +219,7 @@ class GroupTracker:
             if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
                 returned.append(group)
             else:
-                log.error(
+                _logger.error(
                     "group %d is dropped: it failed in %d rollouts, as many as group_tries",
                     sort_key(group)[0],
                     self._config.group_tries,

@@ -32,7 +32,7 @@ Resume = Literal["continue", "restart", "raise"]
 Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # further keys of a request, or what makes them
 S = TypeVar("S", bound="SampleLike")
 
-_LOGGER = logging.getLogger("streamfold")
+_logger = logging.getLogger("streamfold")
 _PROMPT_KEYS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
 
 
@@ -317,7 +317,7 @@ class _Completion:
             if outcome.error is None and cause is None:
                 raise
             # The error that ended the call is the one to raise.
-            _LOGGER.exception("the tokens of a call of sample %s could not be merged", self._sample.index)
+            _logger.exception("the tokens of a call of sample %s could not be merged", self._sample.index)
             return False
         return may_resume
 
@@ -362,7 +362,7 @@ class _Completion:
         if outcome.was_aborted:
             return False
         sample = self._sample
-        _LOGGER.info("resuming sample %s at token %s after: %s", sample.index, sample.response_length, outcome.error)
+        _logger.info("resuming sample %s at token %s after: %s", sample.index, sample.response_length, outcome.error)
         self._failures = 1 if outcome.has_tokens else self._failures + 1
         was_aborted = await (self._client_abort | self._host_abort).wait(self._retries.pause(self._failures))
         return not was_aborted

@@ -56,7 +56,7 @@ class Context:
     __slots__ = ("_node", "_root", "hash")
 
     def __init__(self, start: int, root: _Trie) -> None:
-        self.hash = start
+        self.hash: int = start
         self._root = root
         self._node = root
 

@@ -63,7 +63,7 @@ class EngineRequest(ABC):
         self.params = params
         self.notify = notify
         self.prefilling = True
-        self.ready_at = 0.0
+        self.ready_at: float = 0.0
         self.aborting = False
         self.parked = False
         self.milestones: list[Milestone] = []
@@ -77,7 +77,7 @@ class EngineRequest(ABC):
         self._budget = room if limit is None else min(limit, room)
         self._stop_ids = self._find_stop_ids()
         self._text = self._make_text()
-        self.reply = self._make_reply()
+        self.reply: Reply = self._make_reply()
         self._writer = self._make_writer()
         self._due: deque[int] = deque()  # token counts at which events are due
         self._known = 0  # tokens that the frontend has received from the engine

@@ -30,9 +30,9 @@ class Scheduler:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.weight_version = config.weight_version
-        self.requests = 0  # accepted since the start
-        self.tokens = 0  # generated since the start
+        self.weight_version: str = config.weight_version
+        self.requests: int = 0  # accepted since the start
+        self.tokens: int = 0  # generated since the start
         self.aborts: deque[str] = deque(maxlen=config.keep_requests)  # ids as clients sent them; "*" for all
         # Ids, as the engine reports them, of requests whose client disconnected.
         self.leavers: deque[str] = deque(maxlen=config.keep_requests)

@@ -66,12 +66,12 @@ class MockTokenizer:
             msg = f"vocab_size must be at least {self.SMALLEST}, got {vocab_size}"
             raise ValueError(msg)
         self.vocab_size = vocab_size
-        self.bos_token_id = _SPECIAL_IDS["<|begin_of_text|>"]
-        self.eos_token_id = _SPECIAL_IDS["<|im_end|>"]
-        self.pad_token_id = _SPECIAL_IDS["<|pad|>"]
-        self.image_token_id = _SPECIAL_IDS["<|image_pad|>"]
+        self.bos_token_id: int = _SPECIAL_IDS["<|begin_of_text|>"]
+        self.eos_token_id: int = _SPECIAL_IDS["<|im_end|>"]
+        self.pad_token_id: int = _SPECIAL_IDS["<|pad|>"]
+        self.image_token_id: int = _SPECIAL_IDS["<|image_pad|>"]
         self.first_word_id = _FIRST_WORD
-        self.special_ids = range(_NUM_BYTES, _FIRST_WORD)
+        self.special_ids: range = range(_NUM_BYTES, _FIRST_WORD)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokenize text; special tokens in the text become their ids.

@@ -23,7 +23,7 @@ class Injector:
     """A script of faults at work in one engine: which requests it chose, and how often each kind happened."""
 
     def __init__(self, faults: Faults | None, engine: EngineName = "sglang") -> None:
-        self.faults = faults or Faults()
+        self.faults: Faults = faults or Faults()
         self._default_path = PATHS[engine][0]
         self._requests: Counter[str] = Counter()  # by path
         self._chosen: Counter[int] = Counter()  # by position of the rule

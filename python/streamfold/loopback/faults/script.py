@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "PATHS", "Conditions", "Faults", "Rule"]
 
 # The paths that generate; the first one is a rule's default.
-PATHS = {"sglang": ("/generate",), "vllm": ("/inference/v1/generate", "/v1/completions")}
+PATHS: Mapping[str, tuple[str, ...]] = {"sglang": ("/generate",), "vllm": ("/inference/v1/generate", "/v1/completions")}
 
 KINDS = {kind.kind: kind for kind in (*RESPONSE_KINDS, *STREAM_KINDS)}
 
@@ -68,7 +68,7 @@ class Rule:
         if not isinstance(name, str) or name not in KINDS:
             msg = f"rule {place}: unknown kind {name!r}; there are {', '.join(sorted(KINDS))}"
             raise ValueError(msg)
-        self.kind = KINDS[name]
+        self.kind: type[Fault] = KINDS[name]
         self.place = place
         self._options, conditions = options.options(self.kind), options.options(Conditions)
         for key, value in given.items():
@@ -82,7 +82,7 @@ class Rule:
             if not option.fits(value):
                 msg = f"rule {place} ({name}): {key} must be {option.wanted}, got {value!r}"
                 raise ValueError(msg)
-        self.conditions = Conditions(**{key: value for key, value in given.items() if key in conditions})
+        self.conditions: Conditions = Conditions(**{key: value for key, value in given.items() if key in conditions})
         self._given = {key: given[key] for key in self._options if key in given}
         if not any(self._fits(engine) for engine in PATHS):
             sglang, vllm = (" and ".join(PATHS[engine]) for engine in ("sglang", "vllm"))
@@ -140,7 +140,7 @@ class Faults:
         if not isinstance(seed, int):
             msg = f"seed must be a whole number, got {seed!r}"
             raise ValueError(msg)
-        self.rules = tuple(Rule(rule, place) for place, rule in enumerate(rules))
+        self.rules: tuple[Rule, ...] = tuple(Rule(rule, place) for place, rule in enumerate(rules))
         self.seed = seed
 
     @classmethod

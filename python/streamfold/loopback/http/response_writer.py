@@ -32,8 +32,8 @@ class ResponseWriter:
     def __init__(self, scope: Scope, send: Send, body: bytes) -> None:
         self.milestones: list[Milestone] = []
         self.pace: tuple[int, float] | None = None
-        self.over = False
-        self.gone = asyncio.Event()
+        self.over: bool = False
+        self.gone: asyncio.Event = asyncio.Event()
         self._transport: asyncio.Transport | None = scope.get("state", {}).get("transport")  # see serving.HttpServer
         self._http = scope["http_version"]
         self._chunked = False

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Timeout at shutdown for data that was written but not sent.
 CLOSING_SECONDS = 0.2
-_LOGGER = logging.getLogger("streamfold.loopback")
+_logger = logging.getLogger("streamfold.loopback")
 
 
 class HttpServer(uvicorn.Server):
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
         server_header: bool = True,
     ) -> None:
         self.connections = 0
-        self.url = _url(sock)
+        self.url: str = _url(sock)
         self._sock = sock
         self._lifespan = lifespan
         self._exit = asyncio.Event()
@@ -75,7 +75,7 @@ class HttpServer(uvicorn.Server):
         class Protocol(H11Protocol):
             def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # passed through to uvicorn
                 super().__init__(*args, **kwargs)
-                self.logger = _LOGGER
+                self.logger = _logger
                 self.access_log = False
 
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
@@ -101,7 +101,7 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve as uvicorn does, without its log messages."""
         self.config.load()
-        self.lifespan = self.config.lifespan_class(self.config)
+        self.lifespan: Any = self.config.lifespan_class(self.config)  # uvicorn's, untyped
         with self.capture_signals():
             await self.startup(sockets)
             await self.main_loop()

@@ -64,7 +64,7 @@ class WorkerRequest:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.status = 0
+        self.status: int = 0
         self.headers: Headers = []
         self._http = h11.Connection(h11.CLIENT)
         self._writer: asyncio.StreamWriter | None = None

@@ -143,7 +143,7 @@ class SglangWriter:
 
     def __init__(self, reply: Reply, wire_format: SglangFormat, *, clock: Callable[[], float] = time.time) -> None:
         self.reply = reply
-        self.sent = 0  # tokens
+        self.sent: int = 0  # tokens
         self._format = wire_format
         self._clock = clock
         self._events = 0

@@ -118,7 +118,7 @@ class VllmWriter:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.reply = reply
-        self.sent = 0  # tokens
+        self.sent: int = 0  # tokens
         self._format = wire_format
         self._options = options
         self._clock = clock
