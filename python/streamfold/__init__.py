@@ -76,7 +76,7 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever is asked for
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # any public name
     if name not in _LATER:
         raise AttributeError(f"module 'streamfold' has no attribute {name!r}")
     return getattr(import_module(f"streamfold.{_LATER[name]}"), name)

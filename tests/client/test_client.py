@@ -403,3 +403,8 @@ def test_a_call_needs_a_running_loop() -> None:
 def test_an_unknown_engine_or_transport_is_refused_with_the_known_ones(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"sglang|httpx"):
         Client("http://h", **more)
+
+
+def test_the_repr_of_a_client_names_engine_and_address_and_no_secret() -> None:
+    client = Client("http://engine:30000/base", engine="vllm", api_key="secret")
+    assert repr(client) == "<Client of vllm at http://engine:30000/base: 0 running>"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfold.loopback.core.tokenizer import SPECIAL_TOKENS, WORDS, Detokenizer, MockTokenizer
+from streamfold.loopback.core.tokenizer import SPECIAL_TOKENS, WORDS, MockDetokenizer, MockTokenizer
 
 tokenizer = MockTokenizer()
 ids = st.lists(st.integers(0, tokenizer.vocab_size - 1))
@@ -20,13 +20,13 @@ def test_text_survives_encoding(text: str) -> None:
 
 @given(ids, st.booleans())
 def test_text_that_is_decoded_token_by_token_is_the_text_decoded_at_once(tokens: list[int], skip: bool) -> None:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    detokenizer = MockDetokenizer(tokenizer, skip_special_tokens=skip)
     pieces = [detokenizer.push(token) for token in tokens]
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(tokens, skip_special_tokens=skip)
 
 
 def test_a_character_comes_with_its_last_byte_and_a_cut_one_as_one_replacement_character() -> None:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = MockDetokenizer(tokenizer)
     emoji = tokenizer.encode("🙂")
     assert [detokenizer.push(token) for token in emoji] == ["", "", "", "🙂"]
     assert [detokenizer.push(token) for token in emoji[:3]] == ["", "", ""]

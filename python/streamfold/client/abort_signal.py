@@ -51,7 +51,7 @@ class AbortSignal:
         return self.is_set()
 
     def is_set(self) -> bool:
-        """Read the flag, and all parts, now. Whatever the flag raises is raised here."""
+        """Read the flag, and all parts, now. An exception of the flag is raised here."""
         return self._is_set_itself() or any(part.is_set() for part in self._parts)
 
     def _is_set_itself(self) -> bool:

@@ -167,6 +167,10 @@ class Client:
 
     # Settings and state.
 
+    def __repr__(self) -> str:
+        running = len(self._session.calls) if self._session else 0
+        return f"<Client of {self.engine} at {self._base_url}: {running} running>"
+
     @property
     def base_url(self) -> str:
         """The normalized address, without a trailing slash."""

@@ -34,7 +34,7 @@ _WARN_SECONDS = 60.0
 class CallRunner:
     """One call. A task of its own, the pump, makes its tries.
 
-    The pump is never cancelled. Whatever ends the call early calls :meth:`abort_soon`, which ends everything that the
+    The pump is never cancelled. What ends the call early calls :meth:`abort_soon`, which ends everything that the
     pump waits for. Bound to the running event loop.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Detokenizer", "MockTokenizer"]
+__all__ = ["MockDetokenizer", "MockTokenizer"]
 
 _NUM_BYTES = 256
 
@@ -116,7 +116,7 @@ def _compound(number: int) -> str:
     return "".join(reversed(parts))
 
 
-class Detokenizer:
+class MockDetokenizer:
     """Detokenizes token by token; incomplete UTF-8 characters are held back."""
 
     def __init__(self, tokenizer: MockTokenizer, *, skip_special_tokens: bool = True) -> None:

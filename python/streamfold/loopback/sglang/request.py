@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
-from streamfold.loopback.core.tokenizer import Detokenizer
+from streamfold.loopback.core.tokenizer import MockDetokenizer
 from streamfold.loopback.sglang import wire
 from streamfold.loopback.sglang.params import EXPERTS_DTYPES, read_generate
 
@@ -213,7 +213,7 @@ class _SglangText:
         self._context = len(self._ids)  # number of those that are not new
         self._context_length = len(self._decoded())
         self._shown = 0  # characters of the new text that were taken while it was incomplete
-        self._raw = Detokenizer(tokenizer, skip_special_tokens=False)  # stop strings may be in special tokens
+        self._raw = MockDetokenizer(tokenizer, skip_special_tokens=False)  # stop strings may be in special tokens
         self._tail = ""  # as long as a stop string can be, less one character
         self._reach = max(map(len, self._stops), default=1) - 1
         self._stop = ""

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
-from streamfold.loopback.core.tokenizer import Detokenizer
+from streamfold.loopback.core.tokenizer import MockDetokenizer
 from streamfold.loopback.vllm import wire
 from streamfold.loopback.vllm.completions import CompletionWriter
 from streamfold.loopback.vllm.params import VllmRequestParams, read_generate, verify
@@ -142,8 +142,8 @@ class _VllmText:
     withheld = False  # tokens are sent while text is held back
 
     def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
-        self._visible = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._spelling = Detokenizer(tokenizer, skip_special_tokens=False)
+        self._visible = MockDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._spelling = MockDetokenizer(tokenizer, skip_special_tokens=False)
         for token in prompt[1 - LONGEST_CHARACTER :]:
             self._visible.push(token)
             self._spelling.push(token)
