@@ -3,8 +3,8 @@
 ::
 
     StreamfoldError                  .partial: the Generation received so far, or None
-    ├── DecodeError (ValueError)     the stream breaks a rule of its dialect: .kind .offset .path
-    ├── StreamTruncated              the body ended before a finish reason, without an abort
+    ├── DecodeError (ValueError)     the stream breaks a rule of its dialect: .kind .offset .path (of the field)
+    ├── StreamTruncated              the body ended without a finish reason, and the client had not aborted
     ├── EngineError                  the engine refused, failed or could not be reached:
     │                                .status .message .retryable .retry_after
     └── EngineTimeout                no connection or no token in time: .phase

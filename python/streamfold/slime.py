@@ -1,4 +1,4 @@
-"""streamfold in slime. Each function is named by one of slime's options.
+"""streamfold for slime: what to pass to slime's options.
 
 ``--custom-generate-function-path streamfold.slime.generate_streaming``
     Streams each sample: keeps partial responses, retries failures, resumes aborted generations.
@@ -7,10 +7,12 @@
 ``--rollout-function-path streamfold.slime.generate_rollout_async``
     Fully asynchronous rollouts: :mod:`streamfold.integrations.fully_async`.
 ``--data-source-path streamfold.slime.DataSource``
-    Saves the buffer of partial and waiting groups with the checkpoint: :mod:`streamfold.integrations.data_source`.
+    Saves partial groups, and finished ones that no rollout has used yet, with the checkpoint:
+    :mod:`streamfold.integrations.data_source`.
 
-They work in releases of slime that abort single requests (those read ``abort_mode``) and in older ones, which abort
-whole servers. Settings (timeouts, retries, limits) are in :mod:`streamfold.integrations.settings`.
+They work in releases of slime that abort requests one by one (the function's attribute ``abort_mode`` asks for that)
+and in older ones, which abort all requests of a server. Settings (timeouts, retries, limits) are in
+:mod:`streamfold.integrations.settings`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""streamfold in vime. Each function is named by one of vime's options.
+"""streamfold for vime, slime's counterpart for vLLM: what to pass to vime's options.
 
 ``--custom-generate-function-path streamfold.vime.generate_streaming``
     Streams each sample: keeps partial responses, retries failures, resumes aborted generations.
@@ -7,15 +7,18 @@
 ``--rollout-function-path streamfold.vime.generate_rollout_async``
     Fully asynchronous rollouts: :mod:`streamfold.integrations.fully_async`.
 ``--data-source-path streamfold.vime.DataSource``
-    Saves the buffer of partial and waiting groups with the checkpoint: :mod:`streamfold.integrations.data_source`.
+    Saves partial groups, and finished ones that no rollout has used yet, with the checkpoint:
+    :mod:`streamfold.integrations.data_source`.
 
-They work in releases of vime that abort single requests (those read ``abort_mode``) and in older ones, which abort
-whole servers. Settings (timeouts, retries, limits) are in :mod:`streamfold.integrations.settings`.
+They work in releases of vime that abort requests one by one (the function's attribute ``abort_mode`` asks for that) and
+in older ones, which abort all requests of a server. Settings (timeouts, retries, limits) are in
+:mod:`streamfold.integrations.settings`.
 
-The engine is vLLM 0.20 or newer with its token endpoint ``/inference/v1/generate``; from 0.30 on vLLM must be started
-with ``--enable-scale-out``. The endpoint sends no text: vime's tokenizer decodes the ids of each call at once. Prompts
-with images are rendered by the server first, see :mod:`streamfold.integrations.multimodal`. With ``--rollout-top-p``
-other than 1, vLLM must be started with ``--return-sampling-mask``: vime replays the mask of every token.
+The engine is vLLM 0.20 or newer with its token endpoint ``/inference/v1/generate``; vLLM 0.30 and newer must be
+started with ``--enable-scale-out``. The endpoint sends no text: vime's tokenizer decodes the ids when a request has
+ended. Prompts with images are sent to vLLM's render endpoint first, see :mod:`streamfold.integrations.multimodal`. With
+``--rollout-top-p`` other than 1, vLLM must be started with ``--return-sampling-mask``: vime replays the mask of every
+token.
 """
 
 from __future__ import annotations

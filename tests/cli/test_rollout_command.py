@@ -351,7 +351,7 @@ async def test_a_tokenizer_makes_ids_of_texts_and_chats_and_tells_the_end(tmp_pa
         (("--experts", "2"), "LAYERS,TOP_K"),
         (("--url", "ftp://x"), "http or https"),
         (("--seed", str(2**64)), "cannot be sent"),
-        (("--sampling-params", '{"temperature": NaN}'), "NaN is not a number"),
+        (("--sampling-params", '{"temperature": NaN}'), "NaN is not valid JSON"),
         (("--sampling-params", '{"sampling_seed": 99999999999999999999}'), "cannot be sent"),
         (("--sampling-params", '{"stop": "\\ud800"}'), "cannot be sent"),
         (("--api-key", "a\nb"), "the API key"),

@@ -59,17 +59,17 @@ def command(
         bool,
         typer.Option(
             "--incremental/--cumulative",
-            help="Whether each event holds only the new tokens, or the whole response so far. vLLM always sends only "
-            "new tokens.",
+            help="Whether each SGLang event holds only the new tokens or the whole response so far. Ignored for "
+            "vLLM, which sends only new tokens.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Sampling seed: another seed generates other samples.")] = 0,
 ) -> None:
     """Run two rollouts on two loopback engines, abort and resume samples, and check that no token is lost.
 
-    Exits with 0 if every sample equals its undisturbed generation, no token was
-    lost, each reward was computed exactly once, and no group is missing; otherwise
-    with 1.
+    Exits with 0 if every sample equals the one generated without aborts, no token
+    was lost, each reward was computed exactly once, and no group is missing;
+    otherwise with 1.
     """
     try:
         texts = read_prompts(prompts)

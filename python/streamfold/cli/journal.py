@@ -127,7 +127,7 @@ def _read_object(line: bytes, location: str) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{location} is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f'{location}: it must be an object like {{"prompt": "..."}} or {{"input_ids": [1, 2]}}')
+        raise ValueError(f'{location}: each line must be an object like {{"prompt": "..."}} or {{"input_ids": [1, 2]}}')
     return fields
 
 

@@ -41,7 +41,7 @@ def main(
     engine. Rerun it to resume.
 
     [bold]streamfold record[/] saves the stream of one request, byte for byte.
-    [bold]streamfold replay[/] parses it and shows where it breaks.
+    [bold]streamfold replay[/] parses it and shows where it is damaged, if it is.
 
     [bold]streamfold serve[/] runs a loopback engine for tests: the HTTP API of
     SGLang or vLLM with a deterministic mock model, without GPU or weights.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXPERTS_HELP", "TokenizerOption", "experts_option", "params_option", "tokenizer_option"]
 
-EXPERTS_HELP: Final = "Layers, top-k, and optionally the number of experts and the dtype, such as 48,8,128,uint8."
+EXPERTS_HELP: Final = "Format: LAYERS,TOP_K[,EXPERTS[,DTYPE]], such as 48,8,128,uint8."
 
 
 class TokenizerOption(NamedTuple):
@@ -63,7 +63,7 @@ def params_option(text: str | None) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")  # but Python's json reads NaN and Infinity
+    raise ValueError(f"{constant} is not valid JSON: use a finite number")  # but Python's json reads NaN and Infinity
 
 
 def tokenizer_option(name: str | None) -> TokenizerOption:

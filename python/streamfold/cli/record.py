@@ -32,7 +32,9 @@ def command(
     out: Annotated[
         Path,
         typer.Option(
-            dir_okay=False, help="File for the body of the response. Request, headers and times go beside it, in .json."
+            dir_okay=False,
+            help="File for the body of the response. Request, response headers and read times go to a .json file of "
+            "the same name.",
         ),
     ] = Path("stream.sse"),
     engine: Annotated[

@@ -27,13 +27,17 @@ def command(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Stream that streamfold record has saved.")],
     dialect: Annotated[
         str | None,
-        typer.Option(help=f"Format of the stream: {', '.join(DIALECTS)}. Default: that of the recorded engine."),
+        typer.Option(
+            help=f"Format of the stream: {', '.join(DIALECTS)}. sglang detects the mode. "
+            "Default: that of the recorded engine."
+        ),
     ] = None,
     logprobs: Annotated[
         bool | None,
         typer.Option(
             "--logprobs/--no-logprobs",
-            help="Whether the request asked for log-probabilities. Default: as recorded, or no.",
+            help="Whether the request asked for log-probabilities. Default: as in the recorded request; no if there "
+            "is none.",
         ),
     ] = None,
     experts: Annotated[

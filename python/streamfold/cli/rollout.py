@@ -39,19 +39,24 @@ def command(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help='File of prompts, one JSON object per line: {"prompt": "..."}, {"input_ids": [1, 2]}, or with both.',
+            help='File of prompts, one JSON object per line, with "prompt" (text, or a list of chat messages), '
+            '"input_ids", or both: then the ids are sent.',
         ),
     ],
     out: Annotated[
         Path,
         typer.Option(
             dir_okay=False,
-            help="File for the samples, one JSON object per line. Samples in it are not generated again.",
+            help="File for the samples, finished and partial ones, one JSON object per line. Finished samples in it "
+            "are not generated again.",
         ),
     ],
     engine: Annotated[
         Literal["sglang", "vllm", "vllm-completions", "auto"],
-        typer.Option(help="Engine behind the URL; auto: find out by a request."),
+        typer.Option(
+            help="Endpoint: sglang: /generate; vllm: /inference/v1/generate; vllm-completions: /v1/completions; "
+            "auto: ask the server which engine it is."
+        ),
     ] = "sglang",
     n_samples_per_prompt: Annotated[
         int, typer.Option("--n-samples-per-prompt", "-n", min=1, help="Samples per prompt.")
@@ -70,13 +75,14 @@ def command(
         float | None, typer.Option(min=0, max=1, help="Probability mass to sample from. Default: the engine's.")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample from this many most likely tokens; -1: all. Default: the engine's.")
+        int | None, typer.Option(help="Sample only from the K most likely tokens; -1: from all. Default: the engine's.")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="String that ends a response. May be repeated. Default: none.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Sample i gets sampling_seed SEED + i. Default: the engine chooses.")
+        int | None,
+        typer.Option(help="Sample i of the whole run is sampled with seed SEED + i. Default: the engine chooses."),
     ] = None,
     sampling_params: Annotated[
         str | None,
@@ -87,7 +93,10 @@ def command(
     logprobs: Annotated[bool, typer.Option("--logprobs/--no-logprobs", help="Request log-probabilities.")] = True,
     experts: Annotated[
         str | None,
-        typer.Option(help=f"Request routed experts. {EXPERTS_HELP} Needs prompts with ids. Default: not requested."),
+        typer.Option(
+            help=f"Request routed experts. {EXPERTS_HELP} Needs prompt token ids: input_ids or --tokenizer. "
+            "Default: not requested."
+        ),
     ] = None,
     arrays: Annotated[
         Literal["lists", "npz"],
@@ -96,8 +105,8 @@ def command(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Name or folder of a transformers tokenizer, which encodes prompts without ids, chats included. "
-            "Default: the engine encodes them."
+            help="Name or folder of a transformers tokenizer for prompts that have no input_ids, chat messages "
+            "included. Default: the engine encodes them."
         ),
     ] = None,
     prompt_token_ids: Annotated[
@@ -105,16 +114,19 @@ def command(
         typer.Option(
             "--prompt-token-ids",
             help="Request the ids of text prompts, so that partial samples are resumed instead of restarted. "
-            "SGLang repeats them in each event; a --tokenizer does without.",
+            "Costs bandwidth: SGLang repeats them in each event. Not needed with --tokenizer.",
         ),
     ] = False,
     eos_token_id: Annotated[
         list[int] | None,
         typer.Option(
-            help="Token that ends a response, besides those of the tokenizer. May be repeated. Default: none."
+            help="EOS token id, in addition to the EOS of --tokenizer: a response that is aborted right after it is "
+            "finished. May be repeated. Default: none."
         ),
     ] = None,
-    tries: Annotated[int, typer.Option(min=1, help="Requests per sample at most, including the first one.")] = 6,
+    tries: Annotated[
+        int, typer.Option(min=1, help="Requests per sample at most: the first one, retries and resumes.")
+    ] = 6,
     api_key: Annotated[
         str | None, typer.Option(help="Bearer token to send. Default: none.", envvar="STREAMFOLD_API_KEY")
     ] = None,
@@ -122,8 +134,8 @@ def command(
     """Generate n samples for each prompt of a file, and write each one when it is finished, as a line of JSON.
 
     Rerun the same command to resume after an interruption. Finished samples are
-    kept. Partial ones are resumed from their tokens, or restarted if the ids of
-    their prompt are unknown. Ctrl-C saves what was received.
+    kept. Partial ones are resumed from their tokens, or restarted if the token
+    ids of their prompt are unknown. Ctrl-C saves what was received.
 
     Exits with 0 if all samples are finished, with 130 after Ctrl-C, otherwise with
     1.

@@ -17,8 +17,8 @@ def command(
     wire: Annotated[
         str,
         typer.Option(
-            help='Engine version to emulate, such as 0.5.23 (SGLang) or 0.28 (vLLM), or "rust" for the newest one with '
-            "--frontend rust. Default: the newest one that is known."
+            help='Engine version to emulate, such as 0.5.23 (SGLang) or 0.28 (vLLM); "rust": short for the newest '
+            "version plus --frontend rust. Default: the newest known version."
         ),
     ] = "",
     host: Annotated[
@@ -29,19 +29,20 @@ def command(
         bool,
         typer.Option(
             "--incremental/--cumulative",
-            help="Whether each event holds only the new tokens, or the whole response so far. vLLM always sends only "
-            "new tokens.",
+            help="Whether each SGLang event holds only the new tokens or the whole response so far. Ignored for "
+            "vLLM, which sends only new tokens.",
         ),
     ] = False,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per event.")] = 1,
     token_rate: Annotated[
-        float, typer.Option(min=0, help="Tokens per second of each request; 0: as fast as possible.")
+        float, typer.Option(min=0, help="Tokens per second for each request; 0: as fast as possible.")
     ] = 50,
     prefill_delay: Annotated[float, typer.Option(min=0, help="Time to first token, in seconds.")] = 0.05,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once; others are queued.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the mock model: another seed generates other tokens.")] = 0,
     frontend: Annotated[
-        Literal["python", "rust"], typer.Option(help="Frontend of the engine whose JSON formatting is emulated.")
+        Literal["python", "rust"],
+        typer.Option(help="Emulate the JSON formatting of the engine's Python or Rust API server."),
     ] = "python",
     api_key: Annotated[
         str | None, typer.Option(help="Require this bearer token. Default: requests need no token.")

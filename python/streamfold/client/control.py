@@ -290,7 +290,10 @@ class EngineControl:
         unsubscribe = (stop or AbortSignal()).subscribe(end)
         try:
             if not await slots.wait(slot):
-                raise EngineError(f"no request was sent to {base}{path}: the client is being closed, or time is up")
+                raise EngineError(
+                    f"no request was sent to {base}{path}: the client is being closed, or the time given to "
+                    f"abort_engines is over"
+                )
             try:
                 return await self._exchange(connection, method, base + path, body)
             finally:

@@ -1,4 +1,4 @@
-"""Timeouts, Limits and Retries of a client, and the deadlines and slots that apply them."""
+"""Timeouts, Limits and Retries of a client, and the deadlines and concurrency slots that enforce them."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def _split(address: str) -> tuple[str, str, str]:
         raise ValueError(f"{address!r}: the scheme must be http or https, not {scheme!r}")
     for mark, part in (("?", "query string"), ("#", "fragment")):
         if mark in text:
-            raise ValueError(f"{address!r}: a base URL has no {part}; each request's path is appended to it")
+            raise ValueError(
+                f"{address!r}: a base URL must not contain a {part}, as the path of each request is appended to it"
+            )
     authority, _, path = text.partition("/")
     if "@" in authority:
         raise ValueError("a base URL holds no credentials: use api_key= or headers=")  # which are not repeated here

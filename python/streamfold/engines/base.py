@@ -1,4 +1,4 @@
-"""What differs between inference servers (SGLang, vLLM): payload, headers, abort requests, load, workers."""
+"""What differs between inference servers (SGLang, vLLM): payloads, and how to abort, query load, list workers."""
 
 from __future__ import annotations
 

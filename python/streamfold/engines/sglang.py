@@ -1,4 +1,4 @@
-"""SGLang: how to ask its native ``/generate``, abort a request and read the load."""
+"""SGLang: requests to its native ``/generate``, aborts, and the number of running and waiting requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM: how to ask its token endpoint or ``/v1/completions``, abort a request and read the load."""
+"""vLLM: requests to its token endpoint or ``/v1/completions``, aborts, number of running and waiting requests."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def token_request(rendered: Mapping[str, Any], prompt_ids: Sequence[int], items:
     placeholders = _placeholders(entries, len(ids))
     if len(placeholders) < items:
         raise NotImplementedError(
-            f"the rendered prompt has {len(placeholders)} placeholders for {items} images: some are lost"
+            f"the rendered prompt has {len(placeholders)} placeholders for {items} images: some images would be lost"
         )
     moved = {modality: [dict(entry) for entry in of_one or ()] for modality, of_one in entries.items()}
     for placeholder, offset in zip(placeholders, _offsets_in(ours, ids, placeholders), strict=True):

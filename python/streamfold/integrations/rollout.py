@@ -1,11 +1,11 @@
-"""Whole rollouts: ``--rollout-function-path streamfold.slime.generate_rollout``.
+"""Replaces the trainer's rollout function: ``--rollout-function-path streamfold.slime.generate_rollout``.
 
-For vime it is ``streamfold.vime.generate_rollout``.
+For vime, slime's counterpart for vLLM, it is ``streamfold.vime.generate_rollout``.
 
-Generate functions, rewards, filters and hooks are the trainer's, as its options name them; without
+Generate functions, rewards, filters and hooks are those that the trainer's options name; without
 ``--custom-generate-function-path`` our ``generate_streaming`` is used. The loop around them is
-:class:`~streamfold.Rollout`: it aborts single requests in older releases too, a failed group does not end the others,
-and finished groups beyond the batch wait for the next rollout.
+:class:`~streamfold.Rollout`: it aborts requests one by one, also with older releases of the trainer, which abort whole
+servers; a failed group does not end the others; finished groups beyond the batch wait for the next rollout.
 
 Differences from the trainers' own rollout functions:
 
@@ -13,7 +13,7 @@ Differences from the trainers' own rollout functions:
 - A sample that the engine aborted by itself is resumed (with ``--partial-rollout``; otherwise restarted) instead of
   being given to the trainer.
 
-Settings are in :mod:`streamfold.integrations.settings`: those for "rollout", and those for "all".
+Settings: see :mod:`streamfold.integrations.settings`; those marked "rollout" or "all" apply here.
 """
 
 from __future__ import annotations

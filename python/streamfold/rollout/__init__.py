@@ -1,1 +1,1 @@
-"""Many samples: over-sampling, partial rollout, rewards, filters, a durable buffer, fully asynchronous pools."""
+"""Generates many samples: over-sampling, partial and fully asynchronous rollout, rewards, filters, a durable buffer."""

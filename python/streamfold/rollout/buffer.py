@@ -1,6 +1,6 @@
-"""``Buffer``: the groups between a source of prompts and the trainer, which can be saved and loaded with a checkpoint.
+"""``Buffer``: holds the groups that have left the prompt source and not reached the trainer, across checkpoints.
 
-An aborted rollout leaves partial groups, and one with over-sampling leaves finished groups that were not needed. They
+An aborted rollout leaves partial groups; over-sampling leaves finished groups that were not needed. They
 wait here, and are given to the next rollout before new ones. :meth:`Buffer.save` writes every group that has left the
 source and has not reached the trainer, so that after a restart no group is missing and none is given twice.
 """
@@ -112,7 +112,7 @@ class Buffer:
             if key in self._waiting or key in self._in_flight:
                 raise ValueError(
                     f"the source gave {_describe(group)}, but a group of that index is in the buffer: "
-                    "continue counting group_index from epoch to epoch"
+                    "the source must not restart group_index at a new epoch"
                 )
             self._waiting[key] = group
         taken = list(self._waiting.items())[:n]
@@ -211,7 +211,7 @@ class Buffer:
         if (saved == _OURS) != (ours == _OURS):
             raise ValueError(
                 f"{path} holds samples of type {saved}, but this buffer makes {ours}: "
-                "give Buffer(source, sample_type=...) the type in the file"
+                "pass that type to Buffer(source, sample_type=...)"
             )
         waiting: dict[Hashable, Group] = {}
         for encoded in (*content["in_flight"], *content["waiting"]):
@@ -271,7 +271,7 @@ class Buffer:
         if type(sample) is not self._sample_type:
             raise ValueError(
                 f"{name} is of type {_name_of_type(type(sample))}, but this buffer would restore it as "
-                f"{_name_of_type(self._sample_type)}: give Buffer(source, sample_type=...) the type of its samples"
+                f"{_name_of_type(self._sample_type)}: pass that type to Buffer(source, sample_type=...)"
             )
         try:
             if type(sample) is Sample:  # all attributes, including those that users have added; arrays stay arrays

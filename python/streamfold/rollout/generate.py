@@ -1,4 +1,4 @@
-"""The built-in generate function of a rollout: ``complete()`` with the rollout's settings, balanced over DP ranks."""
+"""The built-in generate function of a rollout: calls ``complete()`` and spreads requests over DP ranks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def check_lengths(sample: SampleLike) -> None:
     _check_top_p(sample, length)
     experts = getattr(sample, "rollout_routed_experts", None)
     if experts is not None and len(experts) > max(0, total - 1):
-        raise ValueError(f"rollout_routed_experts has {len(experts)} rows, but there are {total} tokens")
+        raise ValueError(
+            f"rollout_routed_experts has {len(experts)} rows, but at most {max(0, total - 1)} fit {total} tokens"
+        )
 
 
 def _check_top_p(sample: SampleLike, length: int) -> None:

@@ -1,4 +1,4 @@
-//! `prompt_token_ids`: the prompt's tokens as the engine has them. SGLang repeats the list in every event.
+//! `prompt_token_ids`: the prompt's token ids, parsed and checked once. SGLang repeats the list in every event.
 
 use crate::arrays::{element_at, next_tokens};
 use crate::checks;

@@ -1,5 +1,5 @@
-//! Any bytes, any dialect, any options give a generation or a typed error, never a panic. An error is permanent.
-//! The options come from the last bytes, so that a recorded stream is a good seed.
+//! Any bytes, any dialect, any options give a generation or a typed error, never a panic. After an error every further call returns the same error.
+//! The options are taken from the end of the input, so that a recorded stream is a good seed as it is.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

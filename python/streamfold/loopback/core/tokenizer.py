@@ -1,8 +1,9 @@
 """Byte-level mock tokenizer without dependencies, and an incremental detokenizer.
 
-Ids 0 to 255 are the bytes, the next 16 the special tokens, the rest words with a leading space. The vocabulary can have
-any size: after the single words come all words of two parts (`` riverstone``), then of three, and so on, so the text of
-an id is computed without a table. :meth:`MockTokenizer.encode` uses single words and bytes only.
+Ids 0 to 255 are the bytes, the next 16 the special tokens, the rest words with a leading space. Larger
+vocabularies continue with all concatenations of two words (`` riverstone``), then of three, and so on; the text of an
+id is computed, not looked up. :meth:`MockTokenizer.encode` never returns concatenations, so encoding a decoded text may
+give other ids.
 """
 
 from __future__ import annotations

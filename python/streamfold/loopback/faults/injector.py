@@ -1,4 +1,4 @@
-"""Decides which requests of an engine are disturbed by which rules of a script, and counts the faults."""
+"""Decides by the rules of a fault script which requests get which fault, and counts the injected faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of faults that disturb a stream: when events are sent, how they are chunked, and what they contain."""
+"""Faults in a stream: they change when events are sent, how they are chunked, or what they contain."""
 
 from __future__ import annotations
 

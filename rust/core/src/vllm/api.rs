@@ -1,4 +1,4 @@
-//! vLLM's two endpoints that return token ids, and the paths where they differ.
+//! vLLM's two endpoints that return token ids, and the JSON paths that differ between them.
 
 /// The endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! Buffers for the elements of an event's lists until the event is checked.
+//! Holds the ids and logprobs of one event until the event is checked.
 
 use crate::arrays::NO_TOKEN;
 use crate::key_cache::KeyCache;
