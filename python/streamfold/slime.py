@@ -10,9 +10,9 @@
     Saves partial groups, and finished ones that no rollout has used yet, with the checkpoint:
     :mod:`streamfold.integrations.data_source`.
 
-They work in releases of slime that abort requests one by one (the function's attribute ``abort_mode`` asks for that)
-and in older ones, which abort all requests of a server. Settings (timeouts, retries, limits) are in
-:mod:`streamfold.integrations.settings`.
+They work in newer releases of slime, which read the attribute ``abort_mode`` of ``generate_streaming`` and abort
+requests one by one, and in older ones, which abort all requests of a server. Settings (timeouts, retries, limits) are
+in :mod:`streamfold.integrations.settings`.
 """
 
 from __future__ import annotations

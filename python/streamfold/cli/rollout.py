@@ -120,8 +120,8 @@ def command(
     eos_token_id: Annotated[
         list[int] | None,
         typer.Option(
-            help="EOS token id, in addition to the EOS of --tokenizer: a response that is aborted right after it is "
-            "finished. May be repeated. Default: none."
+            help="EOS token id, in addition to the EOS of --tokenizer. A response that ends with it is "
+            "finished, even if its request was aborted there. May be repeated. Default: none."
         ),
     ] = None,
     tries: Annotated[

@@ -391,7 +391,7 @@ class _PickleReader(_Reader):
         except Exception as error:
             raise ValueError(
                 f"{self._path} holds a value of type {name} that cannot be unpickled here ({error!r}): "
-                "load it where its type is as it was when it was saved, or without trusted=True"
+                "load the file with the code that saved it, or without trusted=True to keep such values pickled"
             ) from error
 
 

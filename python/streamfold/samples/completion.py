@@ -340,7 +340,7 @@ class _Completion:
         self._abort_sample()
         if finished:
             raise EngineError(
-                f"the engine sent no {missing}, which were requested, with its last event: was it started with them?",
+                f"the engine's last event has no {missing}, which were requested: start the engine with their flag",
                 partial=generation,
             )
 

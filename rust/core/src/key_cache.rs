@@ -2,7 +2,8 @@
 //!
 //! An engine writes the same keys in the same order in every event, and most values that go to `Generation.meta` stay
 //! the same. So a key is first compared with the key at that position in the last event, delimiter and colon included,
-//! and its value with the last value. Only if they differ is the key looked up by its name and the value parsed.
+//! and its value with the last value. A key is looked up by its name only if it differs, and a value is parsed only if
+//! the key or the value differs.
 
 use std::ops::Range;
 
