@@ -68,17 +68,15 @@ impl Chunked {
     /// The place after `byte`, which is none of a chunk's data.
     fn step(&mut self, byte: u8) -> Result<Place, ProtocolError> {
         Ok(match (self.place, byte) {
-            (Place::Size(1..), b'\r') => Place::SizeLf,
+            (Place::Size(1..) | Place::Blanks | Place::Extension, b'\r') => Place::SizeLf,
             (Place::Size(1..) | Place::Blanks, b' ' | b'\t') => self.extension(Place::Blanks)?,
             (Place::Size(1..) | Place::Blanks, b';') => self.extension(Place::Extension)?,
             (Place::Size(digits), _) => self.digit(digits, byte)?,
-            (Place::Blanks | Place::Extension, b'\r') => Place::SizeLf,
-            (Place::Blanks, _) => return Err(ProtocolError::ChunkSize),
             (Place::Extension, b'\n') => return Err(ProtocolError::ChunkExtension),
             (Place::Extension, _) => self.extension(Place::Extension)?,
             (Place::SizeLf, b'\n') if self.left == 0 => Place::Trailers,
             (Place::SizeLf, b'\n') => Place::Data,
-            (Place::SizeLf, _) => return Err(ProtocolError::ChunkSize),
+            (Place::Blanks | Place::SizeLf, _) => return Err(ProtocolError::ChunkSize),
 
             (Place::DataCr, b'\r') => Place::DataLf,
             (Place::DataLf, b'\n') => Place::Size(0),

@@ -100,8 +100,9 @@ impl State {
             (Waiting | Streaming, On::LastEvent) => Rest,
 
             (Waiting | Streaming | Rest | Refused, On::End { reusable }) => Done { reusable },
-            (Connecting | Ready | Sending | Head, On::End { reusable: false }) => Done { reusable: false },
-            (Done { .. }, On::Disturbed) => Done { reusable: false },
+            (Connecting | Ready | Sending | Head, On::End { reusable: false }) | (Done { .. }, On::Disturbed) => {
+                Done { reusable: false }
+            }
 
             (Connecting | Ready | Sending | Head | Waiting | Streaming | Rest, On::Fail) => Failed,
 
