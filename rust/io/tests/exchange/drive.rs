@@ -90,7 +90,10 @@ pub fn read<'a>(
     }
     let (state, token_count) = (exchange.state(), exchange.token_count());
     let (generation, body) = (exchange.take(), exchange.take_body());
-    assert_eq!((generation.token_ids.len(), exchange.token_count()), (token_count, token_count));
+    let taken = generation.token_ids.len();
+    // Taking closes an open stream, which may fold a last event without its blank line.
+    assert!(taken == token_count || (taken > token_count && exchange.state() == State::Closed));
+    assert_eq!(exchange.token_count(), taken);
     Outcome { events, state, generation, token_count, body }
 }
 
