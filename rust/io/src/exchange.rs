@@ -281,7 +281,7 @@ impl Exchange {
 
     fn fold(&mut self, part: &[u8], events: &mut Vec<Event>) {
         let Some(stream) = &mut self.stream else { return };
-        let folded = stream.fold(part);
+        let Some(folded) = stream.fold(part) else { return };
         match self.report(folded, events) {
             None => {}
             Some(error @ Error::Engine(_)) => {
@@ -360,7 +360,7 @@ impl Exchange {
             events.push(Event::Refused);
             return None;
         }
-        let folded = self.stream.as_mut()?.close(self.is_aborted);
+        let folded = self.stream.as_mut()?.close(self.is_aborted)?;
         self.report(folded, events)
     }
 

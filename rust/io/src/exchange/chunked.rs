@@ -93,13 +93,17 @@ impl Chunked {
     }
 
     fn digit(&mut self, digits: u8, byte: u8) -> Result<Place, ProtocolError> {
-        match char::from(byte).to_digit(16) {
-            Some(digit) if digits < MAX_DIGITS => {
-                self.left = self.left << 4 | u64::from(digit);
-                Ok(Place::Size(digits + 1))
-            }
-            _ => Err(ProtocolError::ChunkSize),
+        let digit = match byte {
+            b'0'..=b'9' => byte - b'0',
+            b'a'..=b'f' => byte - b'a' + 10,
+            b'A'..=b'F' => byte - b'A' + 10,
+            _ => return Err(ProtocolError::ChunkSize),
+        };
+        if digits == MAX_DIGITS {
+            return Err(ProtocolError::ChunkSize);
         }
+        self.left = self.left << 4 | u64::from(digit);
+        Ok(Place::Size(digits + 1))
     }
 
     fn extension(&mut self, place: Place) -> Result<Place, ProtocolError> {

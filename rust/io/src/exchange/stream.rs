@@ -1,13 +1,13 @@
 //! The body of a reply that is a stream, on its way to the parser: `Stream`.
 
-use memchr::memchr2_iter;
+use memchr::memchr2;
 use streamfold_core::{Dialect, Error, FinishReason, Generation, Options, Parser};
 
 /// A stream ends this many tokens past its `max_new_tokens`.
 pub(crate) const MAX_OVERRUN: usize = 256;
 
-/// What a part of the body brought.
-#[derive(Debug, Default, PartialEq)]
+/// What a part of the body changed, beside the number of tokens.
+#[derive(Debug, PartialEq)]
 pub(crate) struct Folded {
     /// The first token.
     pub first_token: bool,
@@ -57,12 +57,12 @@ impl Stream {
     }
 
     /// Fold a part that holds the end of one event at most, see [`split_after_event`].
-    pub(crate) fn fold(&mut self, part: &[u8]) -> Folded {
+    pub(crate) fn fold(&mut self, part: &[u8]) -> Option<Folded> {
         self.run(|parser| parser.feed(part).err())
     }
 
     /// The body has ended: fold the event that lacks only its blank line.
-    pub(crate) fn close(&mut self, is_aborted: bool) -> Folded {
+    pub(crate) fn close(&mut self, is_aborted: bool) -> Option<Folded> {
         let folded = self.run(|parser| parser.close(is_aborted).err());
         self.is_ended = true;
         folded
@@ -90,17 +90,23 @@ impl Stream {
         self.parser.as_ref().map_or(0, |parser| parser.held_bytes())
     }
 
-    fn run(&mut self, work: impl FnOnce(&mut Parser) -> Option<Error>) -> Folded {
+    /// None if nothing changed but the number of tokens, as at most events.
+    fn run(&mut self, work: impl FnOnce(&mut Parser) -> Option<Error>) -> Option<Folded> {
         if self.is_ended {
-            return Folded::default();
+            return None;
         }
         let parser = self.parser.get_or_insert_with(|| Box::new(Parser::new(self.dialect, self.options)));
         let before = parser.token_count();
         let error = work(parser);
         let after = parser.token_count();
+        let first_token = before == 0 && after > 0;
         let is_finished = !self.is_finished && parser.finished();
+        let is_too_long = after > self.limit;
+        if error.is_none() && !first_token && !is_finished && !is_too_long {
+            return None;
+        }
         self.is_finished |= is_finished;
-        self.is_overrun = !self.is_finished && after > self.limit;
+        self.is_overrun = !self.is_finished && is_too_long;
         let end = match error {
             // Too many tokens are not too few.
             None | Some(Error::Truncated { .. }) if self.is_overrun => Some(StreamEnd::Overrun),
@@ -108,20 +114,25 @@ impl Stream {
             None => is_finished.then_some(StreamEnd::Finished),
         };
         self.is_ended = matches!(end, Some(StreamEnd::Overrun | StreamEnd::Error(_)));
-        Folded { first_token: before == 0 && after > 0, end }
+        Some(Folded { first_token, end })
     }
 }
 
 /// Split behind the first event that ends in `body`, so that what happens at an event does not depend on how the body
-/// was split into reads: a line end behind a line end, or at the start. CR and LF both end a line.
+/// was split into reads. An event ends at a line end that follows another one, or stands at the start.
 pub(crate) fn split_after_event(body: &[u8]) -> (&[u8], &[u8]) {
     let mut line = 0;
-    for end in memchr2_iter(b'\n', b'\r', body) {
-        let is_crlf = end > 0 && end == line && body[end - 1] == b'\r' && body[end] == b'\n';
-        if end == line && !is_crlf {
+    while let Some(length) = memchr2(b'\n', b'\r', &body[line..]) {
+        let end = line + length;
+        // CRLF is one line end.
+        let is_rest_of_crlf = length == 0 && end > 0 && body[end - 1..=end] == *b"\r\n";
+        if length == 0 && !is_rest_of_crlf {
             return body.split_at(end + 1);
         }
         line = end + 1;
+        if body[end..].starts_with(b"\n\n") {
+            return body.split_at(line + 1);
+        }
     }
     (body, &[])
 }
