@@ -8,6 +8,7 @@ mod failure;
 mod framing;
 mod head;
 mod headers;
+mod outgoing;
 mod part;
 mod reply;
 mod request;
@@ -22,6 +23,7 @@ use crate::exchange::framing::{Framing, keeps_alive};
 pub use crate::exchange::head::Head;
 use crate::exchange::head::HeadReader;
 pub use crate::exchange::headers::Headers;
+use crate::exchange::outgoing::Outgoing;
 use crate::exchange::part::Part;
 use crate::exchange::reply::Reply;
 pub use crate::exchange::request::{Body, Method, Request, RequestError, RequestHead, check_field};
@@ -37,41 +39,13 @@ const MAX_REFUSAL_BYTES: usize = 64 << 10;
 /// One request and its reply, on one connection.
 ///
 /// See the [crate's documentation](crate) for what a driver does with it.
-///
-/// ```
-/// use std::sync::Arc;
-/// use streamfold_core::{Dialect, Options};
-/// use streamfold_io::{Event, Exchange, Expected, Input, Method, Request, RequestHead};
-///
-/// let head = RequestHead::new(Method::Post, "/generate", "127.0.0.1:30000")?.field("Content-Type", "application/json")?;
-/// let request = Request::new(head, Arc::new(br#"{"input_ids":[1],"stream":true}"#));
-/// let expected = Expected::Stream { dialect: Dialect::Sglang, options: Options::default() };
-/// let mut exchange = Exchange::new(request, expected);
-/// let mut events = Vec::new();
-/// exchange.handle(Input::Connected, &mut events);
-/// exchange.handle(Input::Send, &mut events);
-/// let size = exchange.unsent().concat().len(); // a driver writes these bytes
-/// exchange.handle(Input::Sent(size), &mut events);
-/// assert_eq!(events, [Event::Connected, Event::Sent]);
-/// events.clear();
-/// let reply = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy";
-/// exchange.handle(Input::Received(reply), &mut events);
-/// assert!(matches!(events[..], [Event::Head(_), Event::Refused, Event::Ended { reusable: true }]));
-/// assert_eq!(exchange.take_body(), b"busy");
-/// # Ok::<(), streamfold_io::RequestError>(())
-/// ```
 pub struct Exchange {
     state: State,
-    /// Until the sending has ended.
-    request: Option<Request>,
-    /// The bytes of the request that were sent.
-    sent: usize,
-    /// What sending failed with.
-    send_errno: Option<i32>,
+    outgoing: Outgoing,
     is_aborted: bool,
     /// Whether a byte of a reply was received.
     is_answered: bool,
-    /// Whether the connection can carry another request if the reply ends by its own framing.
+    /// Whether the connection can carry another request if the reply ends by its own framing; the head shows it.
     keeps_connection: bool,
     head: HeadReader,
     framing: Framing,
@@ -93,12 +67,10 @@ impl Exchange {
         };
         Self {
             state: State::Connecting,
-            request: Some(request),
-            sent: 0,
-            send_errno: None,
+            outgoing: Outgoing::new(request),
             is_aborted: false,
             is_answered: false,
-            keeps_connection: true,
+            keeps_connection: false,
             head: HeadReader::default(),
             framing: Framing::UntilClose,
             stream,
@@ -127,7 +99,10 @@ impl Exchange {
             (Ready, Input::Received(_)) => self.fail(ProtocolError::Unsolicited.into(), events),
 
             (Sending, Input::Sent(count)) => self.advance(count, events),
-            (Sending, Input::SendFailed(errno)) => self.stop_sending(errno),
+            (Sending, Input::SendFailed(errno)) => {
+                self.outgoing.fail(errno);
+                self.go(Signal::SendingOver);
+            }
             (Sending | Head, Input::Received(bytes)) => self.read_head(bytes, events),
 
             (Connecting | Ready | Sending, Input::Abort) => {
@@ -136,9 +111,7 @@ impl Exchange {
             }
             (Head | Waiting | Streaming | Rest | Refused, Input::Abort) => self.is_aborted = true,
 
-            (Ready | Sending | Head, Input::Eof) => {
-                self.fail(self.send_errno.map_or(Failure::Closed, Failure::Reset), events);
-            }
+            (Ready | Sending | Head, Input::Eof) => self.fail(self.outgoing.failure(), events),
             (Ready | Sending | Head, Input::Reset(errno)) => self.fail(Failure::Reset(errno), events),
 
             (Waiting | Streaming | Rest | Refused, Input::Received(bytes)) => self.read_body(bytes, events),
@@ -165,10 +138,7 @@ impl Exchange {
     /// The bytes to send next, in two parts: of the head, of the body. Both are empty unless the state is `Sending`.
     #[must_use]
     pub fn unsent(&self) -> [&[u8]; 2] {
-        match (&self.request, self.state) {
-            (Some(request), State::Sending) => request.unsent(self.sent),
-            _ => [&[], &[]],
-        }
+        if self.state == State::Sending { self.outgoing.unsent() } else { [&[], &[]] }
     }
 
     /// Tokens received so far.
@@ -205,22 +175,11 @@ impl Exchange {
         self.state = next.unwrap_or(self.state);
     }
 
-    // Sending.
-
     fn advance(&mut self, count: usize, events: &mut Vec<Event>) {
-        self.sent = self.sent.saturating_add(count);
-        if self.unsent().iter().all(|part| part.is_empty()) {
-            self.request = None;
+        if self.outgoing.advance(count) {
             self.go(Signal::SendingOver);
             events.push(Event::Sent);
         }
-    }
-
-    fn stop_sending(&mut self, errno: i32) {
-        self.request = None;
-        self.send_errno = Some(errno);
-        self.keeps_connection = false;
-        self.go(Signal::SendingOver);
     }
 
     // Reading.
@@ -236,8 +195,7 @@ impl Exchange {
             Ok(framing) => framing,
             Err(error) => return self.fail(error.into(), events),
         };
-        let is_sent = self.request.take().is_none();
-        self.keeps_connection &= is_sent && keeps_alive(&head);
+        self.keeps_connection = self.outgoing.end() && keeps_alive(&head);
         let is_stream = self.stream.is_some() && head.is_event_stream();
         self.go(if is_stream { Signal::StreamHead } else { Signal::PlainHead });
         events.push(Event::Head(head));
@@ -393,7 +351,7 @@ impl Exchange {
 
     /// Free what only an exchange that is under way needs.
     fn release(&mut self) {
-        self.request = None;
+        self.outgoing.end();
         self.head = HeadReader::default();
     }
 }

@@ -4,6 +4,31 @@
 //! the head and the framing of the reply, and feeds a stream to [`streamfold_core::Parser`]. It does no IO and has no
 //! clock. A driver moves the bytes.
 //!
+//! # Example
+//!
+//! ```
+//! use std::sync::Arc;
+//! use streamfold_core::{Dialect, Options};
+//! use streamfold_io::{Event, Exchange, Expected, Input, Method, Request, RequestHead};
+//!
+//! let head = RequestHead::new(Method::Post, "/generate", "127.0.0.1:30000")?.field("Content-Type", "application/json")?;
+//! let request = Request::new(head, Arc::new(br#"{"input_ids":[1],"stream":true}"#));
+//! let expected = Expected::Stream { dialect: Dialect::Sglang, options: Options::default() };
+//! let mut exchange = Exchange::new(request, expected);
+//! let mut events = Vec::new();
+//! exchange.handle(Input::Connected, &mut events);
+//! exchange.handle(Input::Send, &mut events);
+//! let size = exchange.unsent().concat().len(); // a driver writes these bytes
+//! exchange.handle(Input::Sent(size), &mut events);
+//! assert_eq!(events, [Event::Connected, Event::Sent]);
+//! events.clear();
+//! let reply = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy";
+//! exchange.handle(Input::Received(reply), &mut events);
+//! assert!(matches!(events[..], [Event::Head(_), Event::Refused, Event::Ended { reusable: true }]));
+//! assert_eq!(exchange.take_body(), b"busy");
+//! # Ok::<(), streamfold_io::RequestError>(())
+//! ```
+//!
 //! # What a driver does
 //!
 //! 1. **Start.** Make an [`Exchange`] and open a connection, or take a kept one. Report [`Input::Connected`] (at once

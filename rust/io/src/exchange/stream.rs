@@ -136,3 +136,30 @@ pub(crate) fn split_after_event(body: &[u8]) -> (&[u8], &[u8]) {
     }
     (body, &[])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::split_after_event;
+
+    #[test]
+    fn a_part_ends_with_its_event() {
+        let parts = |mut body: &'static str| {
+            let mut parts = Vec::new();
+            while !body.is_empty() {
+                let (part, rest) = split_after_event(body.as_bytes());
+                parts.push(&body[..part.len()]);
+                body = &body[body.len() - rest.len()..];
+            }
+            parts
+        };
+        assert_eq!(parts("a\nb\n\nc\n\nd"), ["a\nb\n\n", "c\n\n", "d"]);
+        assert_eq!(parts("a\r\nb\r\n\r\nc"), ["a\r\nb\r\n\r", "\n", "c"]);
+        assert_eq!(parts("a\rb\r\rc"), ["a\rb\r\r", "c"]);
+        assert_eq!(parts("a\n\rb\r\n\nc"), ["a\n\r", "b\r\n\n", "c"]);
+        assert_eq!(parts("a\n\n\n\nb\n"), ["a\n\n", "\n", "\n", "b\n"]);
+        // The line before it may have ended in an earlier part.
+        assert_eq!(parts("\na"), ["\n", "a"]);
+        assert_eq!(parts("\r\na"), ["\r", "\n", "a"]);
+        assert_eq!(parts("no line end"), ["no line end"]);
+    }
+}

@@ -26,6 +26,15 @@ fn a_stream_that_floods_ends_as_length() {
 }
 
 #[test]
+fn a_stream_that_floods_and_breaks_off_ends_as_length() {
+    let flood = event(0, 300, None) + "\n";
+    let outcome = read_split(&chunked(flood.as_bytes()), Some(10));
+    assert_eq!(names(&outcome.events), ["head", "first_token", "overrun", "ended"]);
+    let broken = read([&chunked(flood.as_bytes())[..]], Tail::Reset, stream(Some(10)), false);
+    assert_eq!(broken, outcome);
+}
+
+#[test]
 fn a_stream_may_go_a_little_past_its_budget() {
     let body = format!("{}\n\n{}\n\n", event(0, 266, None), event(266, 0, Some("stop")));
     let outcome = read_split(&chunked(body.as_bytes()), Some(10));
