@@ -260,7 +260,7 @@ async def test_a_router_that_drops_the_start_of_the_experts_is_noticed_by_the_cl
             with Router([engine], drops=drops) as router:
                 async with Client(router.url, experts=Experts(2, 2)) as client:
                     if rows is None:
-                        with pytest.raises(DecodeError, match="96 bytes, but 16 numbers of 4 bytes were expected"):
+                        with pytest.raises(DecodeError, match="found 96 bytes, expected 16 numbers of 4 bytes"):
                             await client.generate(PROMPT, params, experts_start=2)
                     else:
                         generation = await client.generate(PROMPT, params, experts_start=2)

@@ -1,4 +1,4 @@
-"""The prompt's tokens as the engine sends them: SGLang in every event, vLLM in the first one."""
+"""`prompt_token_ids`: the prompt's tokens, which SGLang sends in every event and vLLM in the first one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ PROMPT = [0, 2**31 - 1, 7]
 LENGTH = finish("length", length=2)
 
 
-def told(ids: Any) -> dict[str, Any]:
+def prompt_field(ids: Any) -> dict[str, Any]:
     return {"prompt_token_ids": ids}
 
 
 def sglang(*prompts: Any, **asked: Any) -> Folded:
-    """A token an event, each with these ids of the prompt; Ellipsis: the key is missing."""
+    """One token in each event, with these prompt ids; Ellipsis: without the key."""
     last = len(prompts)
     body = b"".join(
-        event([n], n, top={} if ids is ... else told(ids), reason=LENGTH if n == last else None)
+        event([n], n, top={} if ids is ... else prompt_field(ids), reason=LENGTH if n == last else None)
         for n, ids in enumerate(prompts, 1)
     )
     return agreed(body + DONE, **asked)
 
 
 def vllm(*prompts: Any, dialect: str = "vllm", **asked: Any) -> Folded:
-    """As above; completions tell it in the choice."""
+    """As above; completions have the ids in the choice."""
     wire: Any = "completions" if dialect == "vllm-completions" else "0.32"
     events = []
     for n, ids in enumerate(prompts, 1):
-        fields = {} if ids is ... else told(ids)
+        fields = {} if ids is ... else prompt_field(ids)
         placed = fields if wire == "completions" else {"top": fields}
         events.append(vllm_event([n], "length" if n == len(prompts) else None, wire=wire, **placed))
     body = b"".join(events)
@@ -46,17 +46,17 @@ def vllm(*prompts: Any, dialect: str = "vllm", **asked: Any) -> Folded:
 @pytest.mark.parametrize(
     "prompts", [[PROMPT, PROMPT, PROMPT], [PROMPT, None, ...], [..., PROMPT], [None, PROMPT, PROMPT]]
 )
-def test_the_prompt_is_what_some_event_told(prompts: list[Any]) -> None:
+def test_the_prompt_may_be_in_any_event(prompts: list[Any]) -> None:
     for folded in (sglang(*prompts), vllm(*prompts), vllm(*prompts, dialect="vllm-completions")):
         assert folded.reading.prompt_token_ids == PROMPT
         assert "prompt_token_ids" not in folded.reading.meta
 
 
-def test_a_prompt_that_is_not_told_is_none() -> None:
+def test_the_prompt_is_none_if_no_event_has_it() -> None:
     for folded in (sglang(None, ...), vllm(None, ...), vllm(None, ..., dialect="vllm-completions")):
         assert folded.reading.prompt_token_ids is None
-    # The other endpoint's place for it counts for nothing.
-    assert agreed(vllm_event([1], "stop", top=told([5]), wire="completions"), "vllm-completions").error is None
+    # Completions have it in the choice, so the key at the top is ignored.
+    assert agreed(vllm_event([1], "stop", top=prompt_field([5]), wire="completions"), "vllm-completions").error is None
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31, 1.0, "7", None, True, [7], 10**30])
@@ -75,24 +75,24 @@ def test_anything_but_a_list_or_null_is_a_schema_error(bad: Any) -> None:
         assert folded.reading.prompt_token_ids == PROMPT
 
 
-def test_as_many_ids_as_were_sent() -> None:
+def test_the_number_of_ids_is_the_number_of_tokens_sent() -> None:
     assert sglang(PROMPT, prompt_len=3).error is None
     for folded in (sglang(PROMPT[:2], prompt_len=3), vllm(PROMPT[:2], prompt_len=3), sglang([], prompt_len=3)):
         assert (folded.decode_error.kind, folded.decode_error.path) == ("length", "prompt_token_ids")
         assert "but 3 were sent" in str(folded.decode_error)
 
 
-def test_as_many_ids_as_the_engine_counts_in_whichever_event() -> None:
+def test_the_number_of_ids_is_the_engines_own_count_in_any_event() -> None:
     """SGLang's events here count 3 tokens in the prompt."""
     assert sglang([5, 6]).decode_error.kind == "length"
-    later = event([1], 1, top=told([5, 6]), prompt_tokens=None) + event([2], 2, reason=LENGTH)
+    later = event([1], 1, top=prompt_field([5, 6]), prompt_tokens=None) + event([2], 2, reason=LENGTH)
     error = agreed(later).decode_error
     assert (error.kind, error.path) == ("length", "meta_info.prompt_tokens")
     assert "2 token ids for the prompt, but prompt_tokens is 3" in str(error)
-    late = vllm_event([1], "stop", top=told([5, 6])) + usage_event(1)
+    late = vllm_event([1], "stop", top=prompt_field([5, 6])) + usage_event(1)
     error = agreed(late, "vllm").decode_error
     assert (error.kind, error.path) == ("length", "usage.prompt_tokens")
-    before = sse(vllm_fields([1], None, top={"usage": usage(1)})) + vllm_event([2], "stop", top=told([5, 6]))
+    before = sse(vllm_fields([1], None, top={"usage": usage(1)})) + vllm_event([2], "stop", top=prompt_field([5, 6]))
     assert agreed(before, "vllm").decode_error.path == "prompt_token_ids"
 
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_changes_is_a_prefix_error(other: list[Any]) -> None:
 @pytest.mark.parametrize("other", [[0], [0, 2**31 - 1, 7, 7], []])
 def test_a_prompt_that_grows_or_shrinks_is_a_prefix_error(other: list[int]) -> None:
     body = b"".join(
-        event([n], n, top=told(ids), prompt_tokens=None, reason=LENGTH if n == 2 else None)
+        event([n], n, top=prompt_field(ids), prompt_tokens=None, reason=LENGTH if n == 2 else None)
         for n, ids in enumerate([PROMPT, other], 1)
     )
     error = agreed(body).decode_error
@@ -115,16 +115,16 @@ def test_a_prompt_that_grows_or_shrinks_is_a_prefix_error(other: list[int]) -> N
 
 
 def test_a_prompt_that_is_written_differently_is_the_same() -> None:
-    """A router may write the event anew."""
-    raw = event([1], 1, top=told(PROMPT))
-    spaced = event([2], 2, top=told(PROMPT)).replace(b"[0,2147483647,7]", b"[ 0 ,2147483647, 7 ]")
+    """A router may serialize the event again."""
+    raw = event([1], 1, top=prompt_field(PROMPT))
+    spaced = event([2], 2, top=prompt_field(PROMPT)).replace(b"[0,2147483647,7]", b"[ 0 ,2147483647, 7 ]")
     assert b" 7 ]" in spaced
-    last = event([3], 3, top=told(PROMPT), reason=LENGTH)
+    last = event([3], 3, top=prompt_field(PROMPT), reason=LENGTH)
     assert agreed(raw + spaced + spaced + last).reading.prompt_token_ids == PROMPT
 
 
 def test_of_two_prompts_in_one_event_the_last_counts() -> None:
-    twice = event([1], 1, top=told(PROMPT), reason=LENGTH).replace(
+    twice = event([1], 1, top=prompt_field(PROMPT), reason=LENGTH).replace(
         b'"prompt_token_ids"', b'"prompt_token_ids":[9],"prompt_token_ids"'
     )
     assert agreed(twice).reading.prompt_token_ids == PROMPT
@@ -136,11 +136,11 @@ def test_of_two_prompts_in_one_event_the_last_counts() -> None:
 def test_a_repeated_prompt_takes_no_memory() -> None:
     prompt = list(range(100_000, 150_000))
     parser = parser_for("sglang")
-    parser.feed(event([1], 1, top=told(prompt), prompt_tokens=None))
+    parser.feed(event([1], 1, top=prompt_field(prompt), prompt_tokens=None))
     held = sys.getsizeof(parser)
     assert held < 4 * len(prompt) + 20_000
     for n in range(2, 20):
-        parser.feed(event([n], n, top=told(prompt), prompt_tokens=None))
+        parser.feed(event([n], n, top=prompt_field(prompt), prompt_tokens=None))
     assert sys.getsizeof(parser) < held + 20_000
     taken = parser.take().prompt_token_ids
     assert taken is not None
@@ -148,5 +148,5 @@ def test_a_repeated_prompt_takes_no_memory() -> None:
 
 
 def test_an_event_with_a_bad_prompt_applies_nothing() -> None:
-    folded = fold(event([1], 1) + event([2], 2, top=told([5, 6, -1])))
+    folded = fold(event([1], 1) + event([2], 2, top=prompt_field([5, 6, -1])))
     assert (folded.reading.token_ids, folded.reading.prompt_token_ids) == ([1], None)

@@ -1,4 +1,4 @@
-//! Arrays of numbers on the wire, as JSON lists or base64, straight into typed buffers.
+//! Arrays of numbers, sent as JSON lists or base64, parsed into typed buffers.
 
 use std::borrow::Cow;
 
@@ -11,15 +11,15 @@ use crate::span::{RawStr, Span};
 use crate::text::unescape;
 
 #[cfg(not(target_endian = "little"))]
-compile_error!("arrays on the wire are little endian, and are taken as they are");
+compile_error!("engines send little-endian arrays, and they are copied as they are");
 
-/// Stands in the staged ids for an element that is no token id; reported before it can get anywhere.
+/// Marks a list element that is not a token id. The checks report it before the ids are applied.
 pub(crate) const NO_TOKEN: i32 = -1;
 
 /// The largest token id: ids are int32.
 pub(crate) const MAX_TOKEN: u64 = i32::MAX as u64;
 
-/// Take one element that should be a token id, inside `depth` containers.
+/// Take one element of a list of token ids, inside `depth` containers.
 #[inline]
 pub(crate) fn next_token(cursor: &mut Cursor<'_>, depth: u32) -> JsonResult<i32> {
     if let Some(token) = cursor.next_plain_integer() {
@@ -33,7 +33,8 @@ pub(crate) fn next_token(cursor: &mut Cursor<'_>, depth: u32) -> JsonResult<i32>
     Ok(NO_TOKEN)
 }
 
-/// Take the rest of a list of token ids, from an element on, inside `depth` containers; where its last one ends.
+/// Take the rest of a list of token ids, inside `depth` containers. The cursor is at an element. Returns the offset
+/// after the last element.
 pub(crate) fn next_tokens(cursor: &mut Cursor<'_>, depth: u32, ids: &mut Vec<i32>) -> JsonResult<usize> {
     loop {
         ids.push(next_token(cursor, depth)?);
@@ -44,7 +45,7 @@ pub(crate) fn next_tokens(cursor: &mut Cursor<'_>, depth: u32, ids: &mut Vec<i32
     }
 }
 
-/// Where an element of a list stands whose first one is at `start`. Walks the list; only errors ask.
+/// The offset of an element of the list whose first element is at `start`. It walks the list: for errors only.
 pub(crate) fn element_at(data: &[u8], start: usize, index: usize) -> usize {
     let mut cursor = Cursor::new(data);
     cursor.at = start;
@@ -56,32 +57,32 @@ pub(crate) fn element_at(data: &[u8], start: usize, index: usize) -> usize {
     cursor.peek().map_or(start, |_| cursor.at)
 }
 
-/// A list of ids that came with the tokens, as base64 of int32 or as a JSON list; ids below 0 are refused.
+/// An array of non-negative int32, sent as base64 or as a JSON list.
 pub(crate) fn int32_array(data: &[u8], value: Span, path: &'static str) -> Result<Vec<i32>, EventError> {
     let mut cursor = Cursor::over(data, value);
     let at = value.start();
-    let ids = match cursor.peek().map_err(|_| metadata_error(at, path, "no array"))? {
+    let ids = match cursor.peek().map_err(|_| metadata_error(at, path, "not an array"))? {
         Peek::String => {
-            let text = cursor.next_string().map_err(|_| metadata_error(at, path, "no string"))?;
+            let text = cursor.next_string().map_err(|_| metadata_error(at, path, "not a string"))?;
             base64_array::<i32>(data, text, None, path)?
         }
         Peek::Array => {
             let mut ids = Vec::new();
             let listed = if cursor.next_array() { next_tokens(&mut cursor, 3, &mut ids) } else { Ok(0) };
-            listed.map_err(|_| metadata_error(at, path, "no list"))?;
+            listed.map_err(|_| metadata_error(at, path, "not a list"))?;
             ids
         }
-        _ => return Err(metadata_error(at, path, "an array was expected: base64 of int32, or a list")),
+        _ => return Err(metadata_error(at, path, "expected an array: base64 of int32, or a list")),
     };
     if let Some(index) = ids.iter().position(|&id| id < 0) {
-        return Err(metadata_error(at, path, format!("entry {index} is no integer in 0 … 2147483647")));
+        return Err(metadata_error(at, path, format!("entry {index} is not an integer in 0 … 2147483647")));
     }
     Ok(ids)
 }
 
-/// Decode base64 (standard alphabet, padded, nothing else) of little-endian numbers.
+/// Decode base64 (standard alphabet, padded, no blanks) of little-endian numbers.
 ///
-/// `expected` is how many there must be, and why.
+/// `expected` is the required number of elements and the reason.
 pub(crate) fn base64_array<T: Pod>(
     data: &[u8],
     text: RawStr,
@@ -92,7 +93,7 @@ pub(crate) fn base64_array<T: Pod>(
     let encoded = plain(data, text);
     let bytes = STANDARD
         .decoded_length(&encoded)
-        .map_err(|_| metadata_error(at, path, "not base64, padded and without blanks"))?;
+        .map_err(|_| metadata_error(at, path, "not valid base64 (standard alphabet, padded, no blanks)"))?;
     let size = size_of::<T>();
     if let Some((count, why)) = expected
         && count.checked_mul(size) != Some(bytes)
@@ -100,23 +101,29 @@ pub(crate) fn base64_array<T: Pod>(
         return Err(metadata_error(
             at,
             path,
-            format!("{bytes} bytes, but {count} numbers of {size} bytes were expected: {why}"),
+            format!("found {bytes} bytes, expected {count} numbers of {size} bytes: {why}"),
         ));
     }
     if !bytes.is_multiple_of(size) {
-        return Err(metadata_error(at, path, format!("{bytes} bytes are no whole number of {size}-byte numbers")));
+        return Err(metadata_error(
+            at,
+            path,
+            format!("{bytes} bytes are not a multiple of {size}, the size of one number"),
+        ));
     }
     let mut numbers = Vec::new();
     numbers.try_reserve_exact(bytes / size).map_err(|_| {
-        EventError::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {bytes} bytes"))
+        EventError::new(ErrorKind::TooLarge, at, path, format!("out of memory for an array of {bytes} bytes"))
     })?;
     numbers.resize(bytes / size, T::zeroed());
     let target = base64_simd::Out::from_slice(bytemuck::cast_slice_mut(&mut numbers));
-    STANDARD.decode(&encoded, target).map_err(|_| metadata_error(at, path, "not base64, padded and without blanks"))?;
+    STANDARD
+        .decode(&encoded, target)
+        .map_err(|_| metadata_error(at, path, "not valid base64 (standard alphabet, padded, no blanks)"))?;
     Ok(numbers)
 }
 
-/// How many bytes a base64 text stands for, if it is one.
+/// The number of bytes that a base64 text decodes to, if it is valid.
 pub(crate) fn base64_length(data: &[u8], text: RawStr) -> Option<usize> {
     STANDARD.decoded_length(&plain(data, text)).ok()
 }

@@ -1,4 +1,4 @@
-//! A generation while its events are read: the arrays so far, the text, and everything for `meta`.
+//! Builds a `Generation` from events: the arrays so far, the text, and the keys for `meta`.
 
 use crate::generation::Generation;
 use crate::memory::grow;
@@ -7,14 +7,13 @@ use crate::text::unescape;
 
 /// The text so far.
 ///
-/// A whole text that replaces the last one is kept as it came and decoded when somebody wants it: a cumulative
-/// stream repeats it in each event.
+/// In a cumulative stream each event replaces the whole text. It is kept as JSON and decoded only when it is needed.
 #[derive(Default)]
 pub(crate) struct TextBuilder {
     plain: String,
-    /// Where the text of the last event that held one begins in `plain`.
+    /// The offset in `plain` where the text of the last event with a text begins.
     last: usize,
-    /// A string of JSON that stands for the text instead of `plain`.
+    /// The text as a JSON string. If `is_raw`, it replaces `plain`.
     raw: Vec<u8>,
     is_raw: bool,
     is_present: bool,
@@ -22,7 +21,7 @@ pub(crate) struct TextBuilder {
 }
 
 impl TextBuilder {
-    /// Make room for a string of JSON of `length` bytes, to be appended or to replace, or change nothing.
+    /// Reserve space to append, or to replace the text by, a JSON string of `length` bytes. False: out of memory.
     pub(crate) fn reserve(&mut self, length: usize, replaces: bool) -> bool {
         if replaces {
             return self.raw.capacity() >= length || grow(&mut self.raw, length);
@@ -56,14 +55,14 @@ impl TextBuilder {
         self.plain = text;
     }
 
-    /// The events have turned out to be cumulative: only the last text counts.
+    /// The stream was detected to be cumulative: only the last text counts.
     pub(crate) fn keep_last(&mut self) {
         self.decode_raw();
         self.plain.drain(..self.last);
         self.last = 0;
     }
 
-    /// An event brought tokens and no text.
+    /// An event had tokens and no text, so the text is incomplete.
     pub(crate) fn mark_missing(&mut self) {
         self.is_missing = true;
     }
@@ -93,14 +92,14 @@ impl TextBuilder {
     }
 }
 
-/// A generation while it grows.
+/// A generation under construction.
 #[derive(Default)]
 pub(crate) struct GenerationBuilder {
     pub generation: Generation,
     pub text: TextBuilder,
-    /// What each level of the events told beside all that; of one key the innermost level counts.
+    /// The keys for `Generation.meta` by level. If two levels have the same key, the innermost counts.
     pub meta: [Meta; 3],
-    /// Whether sampling masks have come for every token so far.
+    /// Whether every token so far has its sampling mask.
     pub covers_top_p: bool,
 }
 
@@ -113,7 +112,7 @@ impl GenerationBuilder {
     pub(crate) fn take(&mut self) -> Generation {
         let mut generation = std::mem::take(&mut self.generation);
         generation.text = self.text.take();
-        // A key that stands in several places comes as often, and the last one counts.
+        // A key of several levels is in the list several times, and the last one counts.
         generation.meta = self.meta.iter_mut().flat_map(Meta::take).collect();
         generation.shrink();
         generation

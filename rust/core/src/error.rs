@@ -1,35 +1,35 @@
-//! What can go wrong with a stream, told once: a kind, a place, a sentence.
+//! Errors of a stream: their kind, their position in the body, and a message.
 
 use std::borrow::Cow;
 use std::fmt;
 
-/// What is wrong with the bytes.
+/// The kind of a [`ParseError`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
     /// Not JSON: bad syntax, bare NaN or Infinity, lone surrogate escapes, nested too deep.
     Json,
     /// Not UTF-8.
     Utf8,
-    /// A field is missing, or of a wrong type or value.
+    /// A field is missing, or has a wrong type or value.
     Schema,
-    /// Counts disagree.
+    /// Two counts differ, such as the number of tokens received and the number that the engine reports.
     Length,
-    /// The ids and the pairs of one event disagree.
+    /// The token ids of one event differ from the ids beside its logprobs.
     Mismatch,
-    /// A token id is no integer in 0 … 2³¹−1.
+    /// A token id is not an integer in 0 … 2³¹−1.
     Token,
-    /// A logprob is null, beyond double range, or the engine's stand-in for minus infinity.
+    /// A logprob is null, beyond the range of a double, or the engine's substitute for minus infinity.
     Logprob,
-    /// An event changed what had been sent.
+    /// An event changed what an earlier event had sent.
     Prefix,
-    /// Side data is damaged: base64, dtype, shape, offsets, spans.
+    /// Side data is invalid: base64, dtype, shape, offsets, spans.
     Metadata,
     /// An event is larger than the limit, or memory ran out.
     TooLarge,
 }
 
 impl ErrorKind {
-    /// The name that Python sees in `DecodeError.kind`.
+    /// The name in Python's `DecodeError.kind`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -47,16 +47,16 @@ impl ErrorKind {
     }
 }
 
-/// The bytes are not what the dialect says.
+/// The bytes break a rule of the dialect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParseError {
-    /// What is wrong.
+    /// The kind of the error.
     pub kind: ErrorKind,
-    /// Where: the absolute byte offset in the body.
+    /// The byte offset in the response body.
     pub offset: u64,
-    /// The field, as in `meta_info.output_token_logprobs[3][0]`; empty if no field is to blame.
+    /// The field, such as `meta_info.output_token_logprobs[3][0]`; empty if the error concerns no single field.
     pub path: Cow<'static, str>,
-    /// One sentence: what was found, what was expected, what to do.
+    /// What was found, what was expected, what to do.
     pub message: Cow<'static, str>,
 }
 
@@ -69,27 +69,27 @@ impl fmt::Display for ParseError {
     }
 }
 
-/// The engine itself reported an error inside the stream.
+/// An error that the engine or a router reported inside the stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineError {
-    /// The engine's own words.
+    /// The engine's message.
     pub message: String,
-    /// The HTTP-like status it told, if it told one.
+    /// The HTTP status in the error, if it has one.
     pub status: Option<u16>,
 }
 
-/// Everything that [`Parser`](crate::Parser) can report.
+/// All errors of [`Parser`](crate::Parser).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// The bytes are not what the dialect says.
+    /// The bytes break a rule of the dialect.
     Parse(ParseError),
     /// The engine reported an error.
     Engine(EngineError),
-    /// The body ended before a finish reason; holds the length of the body and the tokens kept.
+    /// The body ended without a finish reason.
     Truncated {
-        /// Bytes received.
+        /// The length of the body.
         bytes: u64,
-        /// Tokens kept.
+        /// The number of tokens received.
         tokens: usize,
     },
 }
@@ -109,11 +109,11 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// An error inside one event, before its place in the body is known.
+/// An error in one event. Its position in the body is added later.
 #[derive(Debug)]
 pub(crate) struct EventError {
     pub kind: ErrorKind,
-    /// Index into the event's data.
+    /// The byte offset in the event's data.
     pub at: usize,
     pub path: Cow<'static, str>,
     pub message: Cow<'static, str>,
@@ -130,7 +130,7 @@ impl EventError {
     }
 }
 
-/// Why an event was refused.
+/// Why an event was not applied.
 pub(crate) enum Rejection {
     /// The event breaks a rule of the dialect.
     Invalid(EventError),

@@ -1,7 +1,7 @@
-//! What stands under a key: a value of the type that is wanted, or what there is instead.
+//! Fields of an event: for each key the value of the expected type, or what is there instead.
 //!
-//! Reading and judging are apart: the whole event must be JSON before anything else about it matters, so a value of
-//! a wrong type is noted here and reported later, when its turn comes.
+//! Parsing and checking are separate. An event must be valid JSON before any other rule applies, so a value of a wrong
+//! type is only recorded here. The checks report it later, in their order.
 
 use crate::error::{ErrorKind, EventError};
 use crate::generation::Matched;
@@ -9,17 +9,17 @@ use crate::json::{Cursor, Peek, Result};
 use crate::span::{RawStr, Span};
 use crate::text::decode;
 
-/// What stands under a key.
+/// The value of a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Value<T> {
     Absent,
     Null,
-    /// Of another type than it should be, or out of range.
+    /// It has a wrong type or is out of range.
     Wrong,
     Is(T),
 }
 
-/// What a value must be, as errors say it.
+/// What a value of this type must be, for errors.
 pub(crate) trait Expected {
     const EXPECTED: &'static str;
 }
@@ -40,12 +40,12 @@ impl Expected for () {
     const EXPECTED: &'static str = "expected an object or null";
 }
 
-/// A label: other values that are kept as a [`Span`] may have any type.
+/// A label. Other fields that are kept as a [`Span`] may have any type and are never `Wrong`.
 impl Expected for Span {
     const EXPECTED: &'static str = "expected a string, a number or null";
 }
 
-/// A key's value and its place in the event.
+/// The value of a key and its offset in the event.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field<T> {
     at: u32,
@@ -99,7 +99,7 @@ impl<T: Copy> Field<T> {
     }
 }
 
-/// What a generation stopped at, as it stands on the wire.
+/// A stop token or stop string, not decoded yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum RawMatched {
     Token(i64),
@@ -115,23 +115,23 @@ impl RawMatched {
     }
 }
 
-/// A list of one element per token; the elements themselves are staged.
+/// A list with one element for each token. The elements are in the event's buffers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct List {
-    /// Behind the bracket.
+    /// The offset after the opening bracket.
     pub start: usize,
-    /// Where the last element ends.
+    /// The offset after the last element.
     pub end: usize,
     pub len: usize,
-    /// Leading elements known by their fingerprint; these are not staged.
+    /// The number of leading elements recognized by their fingerprint. They are not in the buffers.
     pub known: usize,
-    /// The first element of a wrong shape: its index and place.
+    /// The first element of a wrong shape: its index and its offset.
     pub malformed: Option<(usize, usize)>,
 }
 
-/// Each takes the next value, whatever it is, inside `depth` containers.
+/// Each method takes the next value, of any kind, inside `depth` containers.
 impl Cursor<'_> {
-    /// A value that is worth something only if `wanted` comes; `take` takes it.
+    /// A value of the `wanted` kind, which `take` takes. Other kinds are `Wrong`, except null.
     #[inline]
     pub(crate) fn next_field<T: Copy>(
         &mut self,
@@ -153,7 +153,7 @@ impl Cursor<'_> {
         Ok(Field::new(at, value))
     }
 
-    /// Look for an object, and stop at its brace; anything else is taken.
+    /// Stop at the opening brace of an object. Anything else is taken.
     #[inline]
     pub(crate) fn look_for_object(&mut self, depth: u32) -> Result<Field<()>> {
         self.next_field(depth, Peek::Object, |_| Ok(Value::Is(())))
@@ -179,13 +179,13 @@ impl Cursor<'_> {
     pub(crate) fn next_integer(&mut self, depth: u32) -> Result<Field<i64>> {
         self.next_field(depth, Peek::Number, |cursor| {
             let number = cursor.next_number()?;
-            // One that is too large for 64 bits means nothing to anybody.
+            // An integer that needs more than 64 bits has no meaning here.
             let value = number.as_i64(cursor.data).or(number.is_integer.then_some(i64::MAX));
             Ok(value.map_or(Value::Wrong, Value::Is))
         })
     }
 
-    /// A string or a number, quotes included.
+    /// A string, with its quotes, or a number.
     pub(crate) fn next_label(&mut self, depth: u32) -> Result<Field<Span>> {
         let peek = self.peek()?;
         self.next_field(depth, peek, |cursor| {
@@ -198,7 +198,7 @@ impl Cursor<'_> {
         })
     }
 
-    /// A value whose type is looked at later.
+    /// A value whose type is checked later.
     #[inline]
     pub(crate) fn next_any(&mut self, depth: u32) -> Result<Field<Span>> {
         let peek = self.peek()?;
@@ -208,7 +208,7 @@ impl Cursor<'_> {
         })
     }
 
-    /// A token id or a string; anything else tells nothing.
+    /// A token id or a string. Anything else is None.
     pub(crate) fn next_matched(&mut self, depth: u32) -> Result<Option<RawMatched>> {
         Ok(match self.peek()? {
             Peek::String => Some(RawMatched::Text(self.next_string()?)),
@@ -220,7 +220,7 @@ impl Cursor<'_> {
         })
     }
 
-    /// An array whose elements, and closing bracket, are taken by `take`. Before it, `len` is 0 for an empty one.
+    /// An array. `take` takes its elements and the closing bracket; it gets `len` 0 for an empty array.
     #[inline]
     pub(crate) fn next_list(
         &mut self,
@@ -236,7 +236,7 @@ impl Cursor<'_> {
         })
     }
 
-    /// Where the value that has just been taken stands, its key's colon being before `from`.
+    /// The span of the value just taken. The colon of its key is before `from`.
     #[inline]
     pub(crate) fn value_since(&self, from: usize) -> Span {
         let blanks = self.data[from..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();

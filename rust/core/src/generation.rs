@@ -7,14 +7,14 @@ use crate::memory::grow;
 pub enum FinishReason {
     /// A stop token or a stop string.
     Stop,
-    /// The budget is used up.
+    /// `max_new_tokens` was reached.
     Length,
-    /// Somebody aborted it.
+    /// The request was aborted.
     Abort,
 }
 
 impl FinishReason {
-    /// The word on the wire, and in Python.
+    /// The name in Python.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -25,19 +25,19 @@ impl FinishReason {
     }
 }
 
-/// What a generation stopped at.
+/// The stop token or stop string that ended a generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Matched {
     /// A token id.
     Token(i64),
-    /// A stop string, or the pattern of one.
+    /// A stop string or its pattern.
     Text(String),
 }
 
-/// The ids of the experts that each token was routed to, in C order.
+/// The ids of the experts that each token was routed to: `[rows, num_layers, top_k]` in C order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RoutedExperts {
-    /// SGLang's own type.
+    /// SGLang's default type.
     Int32(Vec<i32>),
     /// Up to 256 experts.
     Uint8(Vec<u8>),
@@ -45,76 +45,76 @@ pub enum RoutedExperts {
     Uint16(Vec<u16>),
 }
 
-/// The ids that sampling could choose, per token: `ids[offsets[i]..offsets[i + 1]]`.
+/// The candidates that sampling chose each token from: `ids[offsets[i]..offsets[i + 1]]` for token `i`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TopP {
-    /// All ids, one token after the other.
+    /// The ids of all tokens, concatenated.
     pub ids: Vec<i32>,
-    /// Tokens + 1 of them.
+    /// One more than tokens; starts at 0, ends at the number of ids.
     pub offsets: Vec<i32>,
 }
 
 impl TopP {
-    /// The ids of one token.
+    /// The candidates of one token.
     pub(crate) fn of(&self, token: usize) -> &[i32] {
         let end = |index: usize| usize::try_from(self.offsets[index]).unwrap_or_default();
         &self.ids[end(token)..end(token + 1)]
     }
 }
 
-/// Which weights produced the tokens `start..end`.
+/// The weight version of the tokens `start..end`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VersionSpan {
     /// The engine's label for its weights.
     pub version: String,
     /// The first token.
     pub start: usize,
-    /// Behind the last token.
+    /// One past the last token.
     pub end: usize,
 }
 
 /// What one HTTP call produced.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Generation {
-    /// The sampled tokens.
+    /// The sampled tokens, the stop token included.
     pub token_ids: Vec<i32>,
-    /// One for each token; None if they were not asked for.
+    /// One logprob for each token; None if logprobs were not requested.
     pub logprobs: Option<Vec<f64>>,
     /// The engine's text; None if it sent none.
     pub text: Option<String>,
-    /// None if the stream was cut.
+    /// None if the stream ended before the terminal event.
     pub finish_reason: Option<FinishReason>,
-    /// What it stopped at, if told.
+    /// The stop token or stop string, if the engine reports it.
     pub matched: Option<Matched>,
-    /// Routed experts, if sent; the parser has checked their number.
+    /// Routed experts, if the engine sent them. Their number is checked.
     pub routed_experts: Option<RoutedExperts>,
-    /// The rows of `routed_experts`; None if the parser was not told their shape.
+    /// The number of rows in `routed_experts`; None without [`Options::experts`](crate::Options::experts).
     pub expert_rows: Option<usize>,
-    /// Sampling masks, if sent for every token.
+    /// The candidates of sampling, if the engine sent them for every token.
     pub top_p: Option<TopP>,
-    /// Weight versions over the tokens, in order.
+    /// The weight versions of the tokens, in order.
     pub version_spans: Vec<VersionSpan>,
     /// The prompt's tokens; None if the engine did not send them.
     pub prompt_token_ids: Option<Vec<i32>>,
-    /// The length of the prompt, as last told.
+    /// The number of prompt tokens that the engine reports, the latest value.
     pub prompt_tokens: Option<u64>,
-    /// Tokens of the prompt that came from the cache, as last told.
+    /// The number of prompt tokens read from the engine's prefix cache, the latest value.
     pub cached_tokens: Option<u64>,
-    /// Logprobs kept although they are a stand-in for minus infinity.
+    /// The number of logprobs that are the engine's substitute for minus infinity.
     pub clamped_logprobs: usize,
-    /// Every other key with its latest value, both as JSON. Of a key that comes twice the last value counts.
+    /// Every other key with its latest value, both as JSON. If a key is in the list twice, the last one counts.
     pub meta: Vec<(String, String)>,
 }
 
 impl Generation {
     /// Make room for `more` tokens, or change nothing.
     ///
-    /// At most 12.75 bytes are held per token, and realloc moves large blocks without a copy.
+    /// This holds at most 12.75 bytes for each token, and realloc moves large blocks without a copy.
     pub(crate) fn reserve(&mut self, more: usize) -> bool {
         grow(&mut self.token_ids, more) && self.logprobs.as_mut().is_none_or(|logprobs| grow(logprobs, more))
     }
 
-    /// Note that the tokens from `start` on came from `version`.
+    /// Record that the tokens from `start` on were produced by `version`.
     pub(crate) fn extend_version(&mut self, version: &str, start: usize) {
         let end = self.token_ids.len();
         if start == end {
@@ -140,7 +140,7 @@ impl Generation {
         ids * size_of::<i32>() + logprobs + experts + top_p
     }
 
-    /// Give back what the buffers reserved for more.
+    /// Release unused capacity.
     pub(crate) fn shrink(&mut self) {
         self.token_ids.shrink_to_fit();
         if let Some(logprobs) = &mut self.logprobs {

@@ -1,30 +1,29 @@
-//! A cursor over the JSON of one event.
+//! A pull parser (cursor) for the JSON of one event.
 //!
-//! It looks, takes or skips; it builds no tree. `next_*` looks at what comes and takes it, `skip_*` checks it and
-//! takes nothing from it. Whatever is passed over is checked too: an event is JSON to its last byte, or it is not
-//! used at all.
+//! It builds no tree. `next_*` parses the next value and returns it, `skip_*` validates the next value and returns
+//! nothing of it. Skipped values are validated too: an event that is not JSON to its last byte is not used at all.
 //!
-//! Our own, since this is where the time goes: fields arrive in the order that the engine likes, so each value has to
-//! be put aside until the whole event is known to be sound, and the list of logprobs must be read without a detour
-//! by way of values. The input is UTF-8 already, checked once for the whole event.
+//! It is not an existing crate because most of the time is spent here: fields arrive in any order, so values are kept
+//! until the whole event is valid, and lists of logprobs must be parsed without intermediate values. The input is
+//! UTF-8, which is checked once for the whole event.
 
 use crate::number::{Number, WHOLE_POWERS_OF_TEN, leading_digits};
 use crate::span::{RawStr, Span};
 use crate::text::{hex4, plain_end};
 
-/// Root value included.
+/// The largest depth of nested containers, the root included.
 pub(crate) const MAX_DEPTH: u32 = 128;
 
-/// Python reads no integer literal with more digits than this.
+/// Python's `json` rejects integers with more digits.
 const MAX_INTEGER_DIGITS: usize = 4300;
 
-/// Not JSON; the cursor knows where, and why. Results stay small that way, and are passed in registers.
+/// Not JSON. The cursor holds the position and the reason, so that results stay small and fit in registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NotJson;
 
 pub(crate) type Result<T> = std::result::Result<T, NotJson>;
 
-/// What the next value is, by its first byte.
+/// The kind of the next value, by its first byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Peek {
     Null,
@@ -36,12 +35,12 @@ pub(crate) enum Peek {
     Object,
 }
 
-/// Walks over JSON text.
+/// A position in JSON text.
 #[derive(Debug, Clone)]
 pub(crate) struct Cursor<'a> {
     pub data: &'a [u8],
     pub at: usize,
-    /// Why it failed, if it failed; `at` is then where.
+    /// The reason of a failure, which is at `at`.
     pub failure: &'static str,
 }
 
@@ -50,7 +49,7 @@ impl<'a> Cursor<'a> {
         Self { data, at: 0, failure: "" }
     }
 
-    /// A cursor over a part that an earlier one has passed.
+    /// A cursor over a value that was validated before.
     pub(crate) fn over(data: &'a [u8], span: Span) -> Self {
         Self { data: &data[..span.end()], at: span.start(), failure: "" }
     }
@@ -82,15 +81,15 @@ impl<'a> Cursor<'a> {
             Some(b'n') => Peek::Null,
             Some(b't') => Peek::True,
             Some(b'f') => Peek::False,
-            Some(_) => return self.fail("a value was expected; NaN and Infinity are none"),
-            None => return self.fail("the event ends where a value was expected"),
+            Some(_) => return self.fail("expected a value; NaN and Infinity are not JSON"),
+            None => return self.fail("the event ends where a value is expected"),
         })
     }
 
-    /// Nothing but blanks may follow.
+    /// Only blanks may follow.
     pub(crate) fn finish(&mut self) -> Result<()> {
         self.skip_blanks();
-        if self.at == self.data.len() { Ok(()) } else { self.fail("there is more after the value") }
+        if self.at == self.data.len() { Ok(()) } else { self.fail("unexpected characters after the value") }
     }
 
     /// Take `byte`, if it comes next.
@@ -105,44 +104,44 @@ impl<'a> Cursor<'a> {
         true
     }
 
-    /// Take the bracket of an array; whether it has an element.
+    /// Take the opening bracket of an array. Returns whether it has an element.
     pub(crate) fn next_array(&mut self) -> bool {
         self.at += 1;
         !self.next_if(b']')
     }
 
-    /// After an element: whether another one follows.
+    /// After an element: take the comma or the closing bracket. Returns whether another element follows.
     pub(crate) fn next_element(&mut self) -> Result<bool> {
         if self.next_if(b',') {
             return Ok(true);
         }
-        if self.next_if(b']') { Ok(false) } else { self.fail("',' or ']' was expected") }
+        if self.next_if(b']') { Ok(false) } else { self.fail("expected ',' or ']'") }
     }
 
-    /// Take the brace of an object; its first key, if it has one.
+    /// Take the opening brace of an object and its first key, if it has one.
     pub(crate) fn next_object(&mut self) -> Result<Option<RawStr>> {
         self.at += 1;
         if self.next_if(b'}') { Ok(None) } else { self.next_key().map(Some) }
     }
 
-    /// After a member: the next key, if another one follows.
+    /// After a member: take the comma and the next key, or the closing brace.
     pub(crate) fn next_member(&mut self) -> Result<Option<RawStr>> {
         if self.next_if(b',') {
             return self.next_key().map(Some);
         }
-        if self.next_if(b'}') { Ok(None) } else { self.fail("',' or '}' was expected") }
+        if self.next_if(b'}') { Ok(None) } else { self.fail("expected ',' or '}'") }
     }
 
     fn next_key(&mut self) -> Result<RawStr> {
         self.skip_blanks();
         if self.byte() != Some(b'"') {
-            return self.fail("a key was expected");
+            return self.fail("expected a key");
         }
         let key = self.next_string()?;
-        if self.next_if(b':') { Ok(key) } else { self.fail("':' was expected") }
+        if self.next_if(b':') { Ok(key) } else { self.fail("expected ':'") }
     }
 
-    /// Take a string; the cursor stands at its quote.
+    /// Take a string. The cursor is at its opening quote.
     pub(crate) fn next_string(&mut self) -> Result<RawStr> {
         let opening = self.at;
         self.at += 1;
@@ -160,10 +159,10 @@ impl<'a> Cursor<'a> {
                     has_escapes = true;
                     self.skip_escape()?;
                 }
-                Some(_) => return self.fail("a raw control character in a string"),
+                Some(_) => return self.fail("an unescaped control character in a string"),
                 None => {
                     self.at = opening;
-                    return self.fail("a string without an end");
+                    return self.fail("a string without a closing quote");
                 }
             }
         }
@@ -192,7 +191,7 @@ impl<'a> Cursor<'a> {
         Ok(())
     }
 
-    /// Take a number; the cursor stands at its first byte.
+    /// Take a number. The cursor is at its first byte.
     #[inline(always)]
     #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     pub(crate) fn next_number(&mut self) -> Result<Number> {
@@ -210,7 +209,7 @@ impl<'a> Cursor<'a> {
             }
             Some(b'1'..=b'9') => self.digits(&mut mantissa, &mut digits),
             Some(b'I') => return self.fail("NaN and Infinity are not JSON"),
-            _ => return self.fail("a digit was expected"),
+            _ => return self.fail("expected a digit"),
         }
         let mut is_integer = true;
         let mut exponent = 0_i32;
@@ -220,7 +219,7 @@ impl<'a> Cursor<'a> {
             let first = self.at;
             self.digits(&mut mantissa, &mut digits);
             if self.at == first {
-                return self.fail("a digit was expected");
+                return self.fail("expected a digit");
             }
             exponent = i32::try_from(self.at - first).map_or(i32::MIN, |places| -places);
         }
@@ -236,7 +235,7 @@ impl<'a> Cursor<'a> {
         Ok(Number { span: Span::new(start, self.at), is_integer, is_negative, mantissa, digits, exponent })
     }
 
-    /// Take digits, up to eight at a time. Leading zeros do not count.
+    /// Take digits, up to eight at a time. Leading zeros are not counted in `digits`.
     #[inline(always)]
     #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     fn digits(&mut self, mantissa: &mut u64, digits: &mut u32) {
@@ -276,7 +275,7 @@ impl<'a> Cursor<'a> {
             self.at += 1;
         }
         if self.at == first {
-            return self.fail("a digit was expected");
+            return self.fail("expected a digit");
         }
         Ok(if is_negative { -value } else { value })
     }
@@ -292,16 +291,16 @@ impl<'a> Cursor<'a> {
             self.at += word.len();
             return Ok(());
         }
-        self.fail("a value was expected")
+        self.fail("expected a value")
     }
 
-    /// Take a number of up to seven digits that a comma or bracket follows; if it is anything else, nothing.
+    /// Take an integer of up to seven digits before a comma or bracket. None, with nothing taken: it is anything else.
     #[inline]
     pub(crate) fn next_plain_integer(&mut self) -> Option<u64> {
         self.next_plain_digits(|end| matches!(end, b',' | b']' | b'}'))
     }
 
-    /// Take one to seven digits, the first no idle zero, behind which something stands that `ends` them.
+    /// Take one to seven digits without a leading zero, if `ends` accepts the byte after them.
     #[inline]
     pub(crate) fn next_plain_digits(&mut self, ends: impl FnOnce(u8) -> bool) -> Option<u64> {
         let eight = self.data.get(self.at..self.at + 8)?;
@@ -314,7 +313,7 @@ impl<'a> Cursor<'a> {
         Some(value)
     }
 
-    /// Take `[number,number,null]` without a blank, as engines write a pair; if it is anything else, nothing.
+    /// Take `[number,number,null]` without blanks, as engines write a pair. None, with nothing taken: anything else.
     #[inline]
     pub(crate) fn next_plain_pair(&mut self) -> Option<(f64, u64)> {
         let start = self.at;
@@ -328,7 +327,7 @@ impl<'a> Cursor<'a> {
     #[inline]
     fn plain_pair(&mut self) -> Option<(f64, u64)> {
         self.next_exact(b"[")?;
-        // Taken apart at once: a Number that goes through memory costs a stall.
+        // Converted at once: a Number that is written to memory and read back costs a stall.
         let first = self.next_number().ok()?.as_f64(self.data);
         self.next_exact(b",")?;
         let second = self.next_plain_integer()?;
@@ -347,13 +346,13 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    /// Take what stands at `start..end`, if it comes again.
+    /// Take a repetition of the bytes in `start..end`, if it comes next.
     #[inline]
     pub(crate) fn next_again(&mut self, start: usize, end: usize) -> Option<()> {
         self.next_exact(&self.data[start..end])
     }
 
-    /// Take the next value, whatever it is, inside `depth` containers.
+    /// Take the next value of any kind, inside `depth` containers.
     pub(crate) fn skip_value(&mut self, depth: u32) -> Result<Span> {
         let peek = self.peek()?;
         let start = self.at;
@@ -370,14 +369,14 @@ impl<'a> Cursor<'a> {
         Ok(Span::new(start, self.at))
     }
 
-    /// The cursor stands at the bracket of a container that lies inside `outer` others.
+    /// Take a container inside `outer` others. The cursor is at its opening bracket or brace.
     fn skip_container(&mut self, peek: Peek, outer: u32) -> Result<()> {
-        // One bit for each open container, the innermost lowest: 1 for an object.
+        // One bit for each open container, the innermost in the lowest bit: 1 for an object, 0 for an array.
         let mut open = 0_u128;
         let mut inner = 0;
         let mut peek = peek;
         loop {
-            // `peek` is what stands at the cursor.
+            // `peek` is the kind of the value at the cursor.
             let mut more = match peek {
                 Peek::Array | Peek::Object => {
                     inner += 1;
@@ -413,7 +412,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Whether the innermost open container goes on; if it is an object, its next key is taken.
+    /// Whether the innermost open container has another value. The key of an object is taken.
     fn has_more(&mut self, open: u128) -> Result<bool> {
         if open & 1 == 1 { Ok(self.next_member()?.is_some()) } else { self.next_element() }
     }

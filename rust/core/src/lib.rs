@@ -1,10 +1,10 @@
-//! Folds the raw bytes of a streamed LLM generation into arrays.
+//! Parses streamed LLM generations (server-sent events of SGLang and vLLM) into arrays.
 //!
-//! Bytes come in as they come from the socket, cut anywhere: [`Parser::feed`] reads server-sent events, checks each
-//! one against everything before it, and appends its tokens. [`Parser::take`] gives the [`Generation`]. There is no
-//! IO here, no clock, no thread, no Python.
+//! [`Parser::feed`] takes the bytes of the response body as the socket delivers them, split at any byte. It parses the
+//! events, checks each one against the tokens before it, and appends its tokens. [`Parser::take`] returns the
+//! [`Generation`]: token ids, logprobs, text and side data. The crate does no IO, and uses no clock, thread or Python.
 //!
-//! If anything in here panics, whatever the bytes, that is a bug: the fuzz targets hold it to that.
+//! No input may make it panic. The fuzz targets check that.
 
 #![forbid(unsafe_code)]
 

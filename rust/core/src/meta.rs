@@ -1,23 +1,23 @@
-//! What an engine tells beside all that the generation has a field for.
+//! `Generation.meta`: all keys of the events that have no attribute of their own, with their latest values.
 
 use std::collections::HashMap;
 
 use crate::span::Span;
 use crate::text::plain;
 
-/// One member of an event that no field of the generation holds.
+/// One key of an event with its value.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Member {
-    /// Without its quotes, as it stands on the wire.
+    /// The key as sent, without its quotes.
     pub key: Span,
     pub value: Span,
 }
 
-/// Those of one level of one event; kept from event to event for its memory.
+/// The members of one level of an event. Its memory is reused for the next event.
 #[derive(Default)]
 pub(crate) struct Members {
     all: Vec<Member>,
-    /// Some are lists, which stand for their keys only until the event is read.
+    /// Some values are lists: they replace an earlier value of the same key, and are dropped at the end of the event.
     has_lists: bool,
 }
 
@@ -27,7 +27,7 @@ impl Members {
         self.has_lists = false;
     }
 
-    /// Note a member. A list is not kept, but what stood under its key earlier in the event must go, if anything did.
+    /// Add a member. A list is not kept for `meta`, but it replaces an earlier value of the same key in this event.
     #[inline]
     pub(crate) fn push(&mut self, data: &[u8], member: Member, may_be_duplicate: impl FnOnce() -> bool) {
         if data[member.value.start()] != b'[' {
@@ -38,7 +38,7 @@ impl Members {
         }
     }
 
-    /// The event is read: of equal keys the last counts, and lists are dropped.
+    /// The event is complete: of equal keys the last counts, and lists are dropped.
     #[inline]
     pub(crate) fn finish(&mut self, data: &[u8]) {
         if self.has_lists {
@@ -64,19 +64,19 @@ impl Members {
     }
 }
 
-/// The latest value of each such key, in the order of their first coming.
+/// The latest value of each key, in the order in which keys first appeared.
 #[derive(Default)]
 pub(crate) struct Meta {
     entries: Vec<Entry>,
-    /// Where a key stands among them, by its name.
+    /// The index of each key in `entries`, by its name without escapes.
     places: HashMap<Box<[u8]>, usize>,
 }
 
-/// So many entries are looked at before the map is asked.
+/// The number of entries to compare before the map is used.
 const NEAR: usize = 16;
 
 struct Entry {
-    /// As it was spelled when it came first.
+    /// The key as first sent.
     key: Box<[u8]>,
     value: Vec<u8>,
 }
@@ -86,7 +86,7 @@ impl Meta {
         let mut next = 0;
         for member in &members.all {
             let key = member.key.of(data);
-            // Engines write the same keys in the same order, so it stands a little further on.
+            // Engines write keys in the same order, so the entry is one of the next.
             let ahead = self.entries.iter().skip(next).take(NEAR).position(|entry| *entry.key == *key);
             let place = ahead.map_or_else(|| self.place(key), |ahead| next + ahead);
             next = place + 1;
@@ -96,7 +96,7 @@ impl Meta {
         }
     }
 
-    /// Where a key stands; a new one at the end.
+    /// The index of a key. A new key is added at the end.
     fn place(&mut self, key: &[u8]) -> usize {
         let name = plain(key);
         if let Some(&place) = self.places.get(&*name) {

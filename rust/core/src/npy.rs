@@ -1,7 +1,7 @@
-//! Arrays in numpy's file format: a header that tells their type and shape, then the numbers.
+//! Reads arrays in numpy's file format (.npy): a header with type and shape, then the numbers.
 //!
-//! The header is a Python literal. Only what numpy writes is read: the three keys in their order, blanks as anybody
-//! likes. Format: numpy's `numpy.lib.format`, versions 1.0 and 2.0.
+//! The header is a Python literal. Only headers as numpy writes them are accepted: the three keys in their order, with
+//! any blanks. Format: `numpy.lib.format`, versions 1.0 and 2.0.
 
 use crate::arrays::{base64_array, metadata_error};
 use crate::error::{ErrorKind, EventError};
@@ -16,21 +16,21 @@ pub(crate) struct Npy {
     pub shape: Vec<usize>,
 }
 
-/// What a header tells.
+/// The content of a header.
 #[derive(Debug, PartialEq, Eq)]
 struct Header {
     dtype: Dtype,
     shape: Vec<usize>,
-    /// Where the numbers begin.
+    /// The offset of the first number.
     end: usize,
 }
 
-/// Decode base64 of a whole file.
+/// Decode the base64 of a whole file.
 pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Result<Npy, EventError> {
     let at = text.span.start();
     let mut bytes: Vec<u8> = base64_array(data, text, None, path)?;
     let Header { dtype, shape, end } =
-        header(&bytes).map_err(|why| metadata_error(at, path, format!("not an array of numpy's (.npy): {why}")))?;
+        header(&bytes).map_err(|why| metadata_error(at, path, format!("not a numpy file (.npy): {why}")))?;
     let size = match dtype {
         Dtype::Uint8 => 1,
         Dtype::Uint16 => 2,
@@ -39,7 +39,10 @@ pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Resul
     let expected = shape.iter().try_fold(size, |product: usize, &count| product.checked_mul(count));
     let found = bytes.len() - end;
     if expected != Some(found) {
-        let message = format!("{found} bytes follow the header, but it announces {} {shape:?}", dtype.name());
+        let message = format!(
+            "{found} bytes follow the header, but they do not fit its type and shape, {} {shape:?}",
+            dtype.name()
+        );
         return Err(metadata_error(at, path, message));
     }
     let numbers = match dtype {
@@ -52,11 +55,13 @@ pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Resul
     };
     match numbers {
         Some(numbers) => Ok(Npy { numbers, shape }),
-        None => Err(EventError::new(ErrorKind::TooLarge, at, path, format!("no memory for an array of {found} bytes"))),
+        None => {
+            Err(EventError::new(ErrorKind::TooLarge, at, path, format!("out of memory for an array of {found} bytes")))
+        }
     }
 }
 
-/// Copied, as they may not be aligned where they are.
+/// Copy the numbers, because they may not be aligned.
 fn numbers<T, const N: usize>(bytes: &[u8], from: impl Fn([u8; N]) -> T) -> Option<Vec<T>> {
     let (numbers, _) = bytes.as_chunks();
     let mut array = Vec::new();
@@ -72,7 +77,8 @@ fn header(bytes: &[u8]) -> Result<Header, &'static str> {
         [2, 0, a, b, c, d, rest @ ..] => (u32::from_le_bytes([*a, *b, *c, *d]), rest),
         _ => return Err("its version is neither 1.0 nor 2.0"),
     };
-    let length = usize::try_from(length).ok().filter(|&length| length <= rest.len()).ok_or("its header is cut")?;
+    let length =
+        usize::try_from(length).ok().filter(|&length| length <= rest.len()).ok_or("its header is truncated")?;
     let (dtype, shape) = Literal(&rest[..length]).header()?;
     Ok(Header { dtype, shape, end: bytes.len() - rest.len() + length })
 }
@@ -82,14 +88,14 @@ struct Literal<'a>(&'a [u8]);
 
 impl Literal<'_> {
     fn header(&mut self) -> Result<(Dtype, Vec<usize>), &'static str> {
-        const KEYS: &str = "its header does not tell descr, fortran_order and shape";
+        const KEYS: &str = "its header does not consist of descr, fortran_order and shape";
         self.all(&["{", "'descr'", ":"]).ok_or(KEYS)?;
         let dtype = self.dtype().ok_or("descr is none of '|u1', '<u2', '<i4'")?;
         self.all(&[",", "'fortran_order'", ":"]).ok_or(KEYS)?;
         self.next("False").ok_or("fortran_order is not False")?;
         self.all(&[",", "'shape'", ":"]).ok_or(KEYS)?;
         let shape = self.tuple().ok_or("shape is not a tuple of counts")?;
-        // A comma behind the last member is numpy's habit.
+        // numpy writes a comma after the last member.
         let _ = self.next(",");
         self.next("}").ok_or(KEYS)?;
         self.skip_blanks();
@@ -111,7 +117,7 @@ impl Literal<'_> {
             }
             counts.push(self.count()?);
             if self.next(",").is_none() {
-                // One number in brackets is no tuple.
+                // A number in parentheses is not a tuple.
                 self.next(")")?;
                 return (counts.len() > 1).then_some(counts);
             }
@@ -132,7 +138,7 @@ impl Literal<'_> {
         words.iter().try_for_each(|word| self.next(word))
     }
 
-    /// Take a word that comes next, blanks before it apart.
+    /// Take the word, if it comes next after blanks.
     fn next(&mut self, word: &str) -> Option<()> {
         self.skip_blanks();
         self.0 = self.0.strip_prefix(word.as_bytes())?;
@@ -198,7 +204,7 @@ mod tests {
         let good = file(1, "{'descr': '|u1', 'fortran_order': False, 'shape': (1,), }\n");
         assert!(header(&file(3, "{'descr': '|u1', 'fortran_order': False, 'shape': (1,), }\n")).is_err());
         for end in 0..good.len() {
-            assert!(header(&good[..end]).is_err(), "cut at {end}");
+            assert!(header(&good[..end]).is_err(), "truncated at {end}");
         }
     }
 }

@@ -1,14 +1,14 @@
-//! Numbers on the wire, and the doubles nearest to them.
+//! JSON numbers and their conversion to doubles, correctly rounded.
 
 use crate::span::Span;
 
-/// A number as it stands on the wire.
+/// A JSON number, parsed but not converted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Number {
     pub span: Span,
     pub is_integer: bool,
     pub is_negative: bool,
-    /// The digits without the point; worth something only if there are at most 19.
+    /// The digits without the point. Valid only for at most 19 digits.
     pub mantissa: u64,
     pub digits: u32,
     pub exponent: i32,
@@ -26,7 +26,7 @@ impl Number {
         std::str::from_utf8(self.span.of(data)).ok()?.parse().ok()
     }
 
-    /// The double that is nearest, as Python's `json` and `float` give it; infinite beyond its range.
+    /// The nearest double, as Python's `json` and `float` give it. Infinite beyond the range of doubles.
     #[inline(always)]
     #[allow(clippy::inline_always, reason = "a fifth of the time of an incremental stream, measured")]
     pub(crate) fn as_f64(&self, data: &[u8]) -> f64 {
@@ -55,7 +55,7 @@ impl Number {
         self.parsed(data)
     }
 
-    /// The magnitude by way of std: for more digits than 64 bits hold, and for exponents.
+    /// The magnitude, parsed by std: for digits that exceed 64 bits, and for exponents.
     #[cold]
     fn parsed(&self, data: &[u8]) -> f64 {
         let text = std::str::from_utf8(self.span.of(data)).unwrap_or_default();
@@ -81,15 +81,15 @@ const POWERS_OF_FIVE: [u64; 28] = {
     powers
 };
 
-/// How many of eight characters, read little endian, lead as digits, and their value.
+/// The number of leading digits in eight characters, read as little endian, and their value.
 #[inline]
 pub(crate) fn leading_digits(word: u64) -> (u32, u64) {
     const ZEROS: u64 = 0x3030_3030_3030_3030;
     let values = word ^ ZEROS;
-    // The high half of a byte is set exactly where its value is no digit.
+    // The high half of a byte is set exactly if the byte is not a digit.
     let others = (values | values.wrapping_add(0x0606_0606_0606_0606)) & 0xF0F0_F0F0_F0F0_F0F0;
     let count = others.trailing_zeros() / 8;
-    // The digits move to the end and zeros lead; then pairs, fours and all eight are joined, a product each.
+    // Move the digits to the end, with leading zeros. Then join pairs, fours and all eight, with one product each.
     let word = if count == 0 { 0 } else { values << (64 - 8 * count) };
     let word = (word.wrapping_mul(10) + (word >> 8)) & 0x00FF_00FF_00FF_00FF;
     let word = (word.wrapping_mul(100) + (word >> 16)) & 0x0000_FFFF_0000_FFFF;
@@ -100,7 +100,7 @@ pub(crate) fn leading_digits(word: u64) -> (u32, u64) {
 #[inline]
 fn quotient(mantissa: u64, places: usize) -> f64 {
     // 10^places = 5^places * 2^places, and the power of two only moves the exponent. Both sides fill 64 bits, so the
-    // quotient has 62 at least; with the remainder in its last bit, the conversion sees all there is to round.
+    // quotient has at least 62 bits. With the remainder in its last bit, the conversion rounds correctly.
     let divisor = POWERS_OF_FIVE[places];
     let (up, down) = (mantissa.leading_zeros(), divisor.leading_zeros());
     let dividend = u128::from(mantissa << up) << 63;

@@ -1,4 +1,4 @@
-//! What the caller says of the stream to parse: dialect, requested data, limits.
+//! The options of a parser: the dialect of the stream, what was requested from the engine, and limits.
 
 /// The type of one routed expert on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,43 +22,43 @@ impl Dtype {
         }
     }
 
-    /// The type of that name.
+    /// The type with this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Int32, Self::Uint8, Self::Uint16].into_iter().find(|dtype| dtype.name() == name)
     }
 }
 
-/// How the engine writes routed experts.
+/// Shape and type of the routed experts that the engine sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Experts {
-    /// Layers in each row.
+    /// The number of layers in each row.
     pub num_layers: usize,
-    /// Experts that each token is routed to, in each layer.
+    /// The number of experts that each token is routed to, in each layer.
     pub top_k: usize,
-    /// The range that ids are checked against.
+    /// The number of experts: each id must be less. None: ids have no upper bound.
     pub num_experts: Option<u32>,
-    /// Used where the reply does not tell the type.
+    /// The type of an id, if the response does not name it.
     pub dtype: Dtype,
 }
 
-/// What to do with a logprob that stands for minus infinity.
+/// What to do with a logprob that is the engine's substitute for minus infinity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clamped {
-    /// It is damage.
+    /// Report an error.
     Raise,
-    /// Keep it as it came, and count it.
+    /// Keep the value as sent, and count it.
     Keep,
 }
 
 /// How an engine writes a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dialect {
-    /// SGLang, cumulative or incremental: the stream shows which.
+    /// SGLang, cumulative or incremental: detected from the stream.
     Sglang,
-    /// SGLang as it is by default: each event repeats the whole response.
+    /// SGLang's default: each event repeats the whole response.
     SglangCumulative,
-    /// SGLang with `--incremental-streaming-output`.
+    /// SGLang with `--incremental-streaming-output`: each event holds only the new tokens.
     SglangIncremental,
     /// vLLM's token endpoint, `/inference/v1/generate`.
     Vllm,
@@ -67,7 +67,7 @@ pub enum Dialect {
 }
 
 impl Dialect {
-    /// Every dialect, by its name.
+    /// Every dialect with its name.
     pub const ALL: [(&'static str, Self); 5] = [
         ("sglang", Self::Sglang),
         ("sglang-cumulative", Self::SglangCumulative),
@@ -77,22 +77,22 @@ impl Dialect {
     ];
 }
 
-/// What was asked of the engine, and the limits.
+/// What was requested from the engine, and limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Whether logprobs were asked for.
+    /// Whether logprobs were requested.
     pub logprobs: bool,
-    /// Whether routed experts were asked for, and their shape.
+    /// The shape of routed experts, if they were requested.
     pub experts: Option<Experts>,
-    /// The number of tokens sent as the prompt; None if the engine makes them, as from images.
+    /// The number of prompt tokens sent. None if the engine computes them, for example from images.
     pub prompt_len: Option<u64>,
-    /// The position of the first row of routed experts.
+    /// The position of the first row of routed experts (the number of prompt tokens before it).
     pub experts_start: u64,
-    /// What to do with a logprob that stands for minus infinity.
+    /// What to do with a logprob that is the engine's substitute for minus infinity.
     pub clamped: Clamped,
-    /// Sizes the first buffers.
+    /// The number of tokens to reserve space for. It is not a limit.
     pub max_new_tokens: Option<usize>,
-    /// The largest event.
+    /// The largest event, in bytes.
     pub max_event_bytes: usize,
 }
 

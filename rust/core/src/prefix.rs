@@ -1,19 +1,19 @@
-//! What a cumulative list begins with, known by a fingerprint of its bytes.
+//! Recognizes the repeated beginning of a list by a fingerprint of its bytes.
 //!
-//! A cumulative event repeats everything. Reading it again would cost the square of the length; comparing a
-//! fingerprint costs one pass over the bytes, which no reader can save. Keeping the bytes themselves would cost
-//! 33 bytes a token; 128 bits of XXH3 do.
+//! A cumulative event repeats the whole list. Parsing it each time costs quadratic time; comparing a fingerprint costs
+//! one pass over the bytes. Keeping the bytes for a comparison would take 33 bytes for each token; the fingerprint
+//! (XXH3) takes 128 bits for the whole list.
 
 use xxhash_rust::xxh3::Xxh3;
 
-/// The list of the last event that held the whole of one.
+/// The fingerprint of the last complete list.
 pub(crate) struct Prefix {
-    /// Its elements.
+    /// The number of its elements.
     count: usize,
-    /// Its bytes, from behind the bracket to the end of the last element.
+    /// The number of its bytes, from the opening bracket to the end of the last element.
     bytes: usize,
     digest: u128,
-    /// Has read the first `bytes` bytes of a list that matched. Only cumulative streams need one.
+    /// The hash state after the first `bytes` bytes of a list that matched. Only lists that repeat need one.
     state: Option<Box<Xxh3>>,
 }
 
@@ -32,7 +32,8 @@ impl Prefix {
         self.state.as_ref().map_or(0, |_| size_of::<Xxh3>())
     }
 
-    /// If the list whose first element is at `start` begins with the known one: its elements, and where they end.
+    /// If the list whose first element is at `start` begins with the remembered one: the number of those elements, and
+    /// the offset after them.
     pub(crate) fn matches(&mut self, data: &[u8], start: usize) -> Option<(usize, usize)> {
         let end = start + self.bytes;
         if self.count == 0 || !matches!(data.get(end), Some(b',' | b']')) {
@@ -44,7 +45,7 @@ impl Prefix {
         (state.digest128() == self.digest).then_some((self.count, end))
     }
 
-    /// Know the list of `count` elements in `data[start..end]`; `known` of them are those that have just matched.
+    /// Remember the list of `count` elements in `data[start..end]`. `known` of them have just matched.
     pub(crate) fn remember(&mut self, data: &[u8], start: usize, end: usize, count: usize, known: usize) {
         let state = self.state.get_or_insert_default();
         if known > 0 {

@@ -1,8 +1,8 @@
-//! One event of SGLang's `/generate` -> the generation.
+//! Decodes the events of SGLang's `/generate` and applies them to the generation.
 //!
-//! The checks come in one order, whatever the order of the keys: the error object, `meta_info` and the finish type,
-//! an abort with a status, types, counts, ids against pairs, what was sent before, ids, logprobs, side data. Only
-//! when all have passed is anything changed.
+//! The order of the checks does not depend on the order of the keys: the error object, `meta_info` and the finish type,
+//! an abort with a status, types, counts, ids against pairs, tokens sent before, ids, logprobs, side data. An event is
+//! applied only after all checks have passed.
 
 mod buffers;
 mod checks;
@@ -30,7 +30,7 @@ use crate::sglang::reader::read;
 use crate::side::{Progress, Version};
 use crate::text::decode;
 
-/// The state of one stream.
+/// The decoder of one stream.
 pub(crate) struct Sglang {
     mode: Mode,
     id: Option<String>,
@@ -67,7 +67,7 @@ impl Sglang {
         match failure {
             None => self.check_and_apply(data, &fields, reason, options, builder)?,
             Some(failure) => {
-                // What a broken engine had produced before is sound if it passes every check.
+                // The engine failed, but the tokens of this event are kept if they pass every check.
                 if failure.status.is_some_and(|status| status >= 500)
                     && self.check_and_apply(data, &fields, reason, options, builder).is_ok()
                 {
@@ -124,7 +124,7 @@ impl Sglang {
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
         if !builder.generation.reserve(step.new) || !builder.text.reserve(text, step.mode == Mode::Cumulative) {
-            let message = format!("no memory for {} more tokens and {text} bytes of text", step.new);
+            let message = format!("out of memory for {} more tokens and {text} bytes of text", step.new);
             return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
 
@@ -178,15 +178,15 @@ impl Sglang {
         match step.shape {
             Shape::Marker => {}
             Shape::DeltaThenWhole => {
-                let glued = decode(data, raw);
-                let whole = after_delta(&glued, text.plain()).to_owned();
+                let sent = decode(data, raw);
+                let whole = after_delta(&sent, text.plain()).to_owned();
                 text.set(whole);
             }
             _ if self.mode == Mode::Cumulative => text.replace(raw.span.of(data)),
             _ if is_from_queue => {
-                let text_sent = decode(data, raw);
+                let sent = decode(data, raw);
                 let kept = text.plain();
-                let whole = if text_sent.starts_with(kept) { &text_sent } else { after_delta(&text_sent, kept) };
+                let whole = if sent.starts_with(kept) { &sent } else { after_delta(&sent, kept) };
                 let whole = whole.to_owned();
                 text.set(whole);
             }
@@ -195,7 +195,7 @@ impl Sglang {
         }
     }
 
-    /// Fingerprint the lists that hold everything, to know them when they come again.
+    /// Remember complete lists by their fingerprints, to recognize them in the next event.
     fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<List>, step: Step) {
         let buffers = &mut self.buffers;
         let is_all = step.first + step.new == list.map_or(0, |list| list.len)
@@ -216,20 +216,20 @@ impl Sglang {
     }
 }
 
-/// A text of the form D + A + D, where A was kept: the A + D at its end, counted in characters.
-fn after_delta<'a>(glued: &'a str, kept: &str) -> &'a str {
-    let length = glued.chars().count();
+/// Of a text D + A + D, where A was kept: the A + D at its end, counted in characters.
+fn after_delta<'a>(text: &'a str, kept: &str) -> &'a str {
+    let length = text.chars().count();
     let whole = usize::midpoint(length, kept.chars().count());
     let skip = length.saturating_sub(whole);
-    glued.char_indices().nth(skip).map_or("", |(start, _)| &glued[start..])
+    text.char_indices().nth(skip).map_or("", |(start, _)| &text[start..])
 }
 
-/// A finish reason that is a failure of the engine.
+/// A finish reason that reports an error of the engine.
 fn finish_error(data: &[u8], finish: &Finish) -> Option<EngineError> {
     if let Some(RawMatched::Text(raw)) = finish.matched
         && decode(data, raw) == "NaN happened"
     {
-        let message = "the engine sampled from NaN and put a stop token in place of the result".to_owned();
+        let message = "the engine computed NaN logits and sampled a stop token instead".to_owned();
         return Some(EngineError { message, status: None });
     }
     let status = finish.status.get().and_then(|status| u16::try_from(status).ok());

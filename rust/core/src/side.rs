@@ -1,4 +1,4 @@
-//! What rides beside the tokens, in every dialect: routed experts, sampling masks, weight versions.
+//! Side data, for all dialects: routed experts, sampling masks (top-p sets), weight versions.
 
 use crate::arrays::{metadata_error, next_tokens};
 use crate::builder::GenerationBuilder;
@@ -9,12 +9,12 @@ use crate::options::Options;
 use crate::span::Span;
 use crate::text::{decode, label};
 
-/// The tokens that side data must fit.
+/// The number of tokens before and after an event. Side data must fit them.
 #[derive(Clone, Copy)]
 pub(crate) struct Progress {
     /// Tokens before the event.
     pub kept: usize,
-    /// Tokens that it brings.
+    /// New tokens in the event.
     pub new: usize,
     pub is_last: bool,
 }
@@ -25,7 +25,7 @@ impl Progress {
     }
 }
 
-/// How masks extend those before them.
+/// How an event's masks extend the masks so far.
 pub(crate) enum Masks {
     None,
     Append(TopP),
@@ -34,19 +34,19 @@ pub(crate) enum Masks {
 
 /// Side data that has passed every check.
 pub(crate) struct SideData {
-    /// With their rows, if the shape is known.
+    /// The experts and the number of rows, if the shape is known.
     pub experts: Option<(RoutedExperts, Option<usize>)>,
     pub masks: Masks,
     pub versions: Option<Vec<VersionSpan>>,
 }
 
 impl SideData {
-    /// Nothing here can fail. The event has brought `new` tokens.
+    /// Apply the side data of an event with `new` tokens. Nothing here can fail.
     pub(crate) fn apply(self, new: usize, builder: &mut GenerationBuilder) {
         let generation = &mut builder.generation;
         match self.experts {
             Some((experts, rows)) => (generation.routed_experts, generation.expert_rows) = (Some(experts), rows),
-            // Rows that later tokens have outgrown would be misaligned.
+            // Earlier rows do not cover the new tokens: they would be misaligned.
             None if new > 0 => (generation.routed_experts, generation.expert_rows) = (None, None),
             None => {}
         }
@@ -75,17 +75,17 @@ impl SideData {
     }
 }
 
-/// What routed experts must be, by the tokens and by what the caller said of them.
+/// The required shape of routed experts.
 pub(crate) struct ExpertShape {
     pub rows: usize,
-    /// Of all rows together.
+    /// The number of ids in all rows.
     pub numbers: usize,
-    /// The reckoning, for a message.
+    /// How the number of rows is computed, for a message.
     pub why: String,
 }
 
 impl ExpertShape {
-    /// The shape that routed experts at `at` must have after `total` tokens; None if the caller told none.
+    /// The required shape after `total` tokens; None if the caller gave no `experts`.
     pub(crate) fn of(
         options: &Options,
         prompt_tokens: Option<u64>,
@@ -95,7 +95,7 @@ impl ExpertShape {
     ) -> Result<Option<Self>, EventError> {
         let Some(experts) = options.experts else { return Ok(None) };
         let Some(prompt) = options.prompt_len.or(prompt_tokens) else {
-            return Err(metadata_error(at, path, "the length of the prompt is not known; pass prompt_len"));
+            return Err(metadata_error(at, path, "the number of prompt tokens is not known; pass prompt_len"));
         };
         let prompt = usize::try_from(prompt).unwrap_or(usize::MAX);
         let start = usize::try_from(options.experts_start).unwrap_or(usize::MAX);
@@ -110,7 +110,7 @@ impl ExpertShape {
     }
 }
 
-/// Ids lie below the number of experts; -1 marks a row that the engine padded.
+/// Ids are less than the number of experts. -1 marks a row that the engine padded.
 pub(crate) fn check_range(
     ids: &RoutedExperts,
     num_experts: Option<u32>,
@@ -127,17 +127,18 @@ pub(crate) fn check_range(
     match bad {
         None => Ok(()),
         Some(id) => {
-            let limit = num_experts.map_or_else(|| "the least is -1".to_owned(), |limit| format!("there are {limit}"));
-            Err(metadata_error(at, path, format!("expert {id}, but {limit}; is the dtype another one?")))
+            let limit = num_experts
+                .map_or_else(|| "ids must be at least -1".to_owned(), |limit| format!("there are {limit} experts"));
+            Err(metadata_error(at, path, format!("found expert {id}, but {limit}; check the dtype of Experts")))
         }
     }
 }
 
-/// A list of ids for each token, as the same in two arrays.
+/// Parse a list of ids for each token.
 pub(crate) fn sampling_mask(data: &[u8], value: Span, path: &'static str) -> Result<TopP, EventError> {
     let mut cursor = Cursor::over(data, value);
     let mut masks = TopP { ids: Vec::new(), offsets: vec![0] };
-    let wrong = |at| metadata_error(at, path, "a list of ids for each token was expected");
+    let wrong = |at| metadata_error(at, path, "expected a list of ids for each token");
     if cursor.peek() != Ok(Peek::Array) {
         return Err(wrong(value.start()));
     }
@@ -155,19 +156,19 @@ pub(crate) fn sampling_mask(data: &[u8], value: Span, path: &'static str) -> Res
         more = cursor.next_element().map_err(|_| wrong(value.start()))?;
     }
     if masks.ids.iter().any(|&id| id < 0) {
-        return Err(metadata_error(value.start(), path, "an id is no integer in 0 … 2147483647"));
+        return Err(metadata_error(value.start(), path, "an id is not an integer in 0 … 2147483647"));
     }
     Ok(masks)
 }
 
-/// The spans of weight versions over all tokens.
+/// Parse the spans of weight versions, which must cover all tokens.
 pub(crate) fn versions(
     data: &[u8],
     value: Span,
     total: usize,
     path: &'static str,
 ) -> Result<Vec<VersionSpan>, EventError> {
-    let wrong = |at| metadata_error(at, path, "a list of {version, start, end} was expected");
+    let wrong = |at| metadata_error(at, path, "expected a list of {version, start, end}");
     let mut cursor = Cursor::over(data, value);
     let mut spans = Vec::new();
     if cursor.peek() != Ok(Peek::Array) {
@@ -179,11 +180,15 @@ pub(crate) fn versions(
         let span = version_span(data, &mut cursor).ok_or_else(|| wrong(at))?;
         let expected = spans.last().map_or(0, |last: &VersionSpan| last.end);
         if span.start > span.end {
-            return Err(metadata_error(at, path, format!("it runs from {} back to {}", span.start, span.end)));
+            return Err(metadata_error(
+                at,
+                path,
+                format!("a span starts at {} and ends before that, at {}", span.start, span.end),
+            ));
         }
         if span.start < span.end {
             if span.start != expected {
-                let message = format!("a span starts at {}, but the one before it ends at {expected}", span.start);
+                let message = format!("a span starts at {}, but the previous one ends at {expected}", span.start);
                 return Err(metadata_error(at, path, message));
             }
             spans.push(span);
@@ -227,7 +232,7 @@ fn version_span(data: &[u8], cursor: &mut Cursor<'_>) -> Option<VersionSpan> {
     Some(VersionSpan { version: version?, start: start?, end: end? })
 }
 
-/// The label of the weights, decoded once for each new one.
+/// The label of the weight version. It is decoded only when it changes.
 #[derive(Default)]
 pub(crate) struct Version {
     raw: Vec<u8>,

@@ -1,9 +1,9 @@
-//! Ranges of an event's bytes: where a value stands, without a copy of it.
+//! Ranges of bytes in an event: they refer to a value without copying it.
 
-/// The largest event whose places fit in a [`Span`].
+/// The largest event, in bytes, whose offsets fit in a [`Span`].
 pub(crate) const MAX_EVENT: usize = u32::MAX as usize;
 
-/// A part of the event's data.
+/// A range of the event's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     start: u32,
@@ -33,7 +33,7 @@ impl Span {
     }
 }
 
-/// A string as it stands on the wire, without its quotes.
+/// A JSON string as sent, without its quotes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RawStr {
     pub span: Span,

@@ -1,8 +1,8 @@
-//! Bytes to event payloads, by the rules of server-sent events.
+//! Server-sent events (SSE): splits the bytes of a body into the payloads of events.
 //!
-//! A line ends at LF, CR or CRLF and nowhere else: U+2028, U+2029 and U+0085, which engines write raw inside JSON
-//! strings, are ordinary bytes here. Each byte is searched once. An event that lies within one read is handed on
-//! where it lies; only what a read cuts is copied.
+//! Lines end at LF, CR or CRLF only. U+2028, U+2029 and U+0085, which engines write unescaped inside JSON strings, are
+//! ordinary bytes. Each byte is searched once. An event inside one read is passed on without a copy; only events that
+//! reads split are copied.
 
 use crate::error::{Error, ErrorKind, ParseError};
 use crate::memory::grow;
@@ -11,23 +11,23 @@ use crate::span::MAX_EVENT;
 const BOM: [u8; 3] = [0xEF, 0xBB, 0xBF];
 const BOM_PAST: usize = BOM.len();
 
-/// Enough of a line to see that it is neither `event: error` nor `data: [DONE]`.
+/// Bytes of a line that suffice to recognize `event: error` and `data: [DONE]`.
 const STUB: usize = 16;
 
-/// What each further data line of an event takes beside its bytes: its entry in [`Origin::Lines`].
+/// The memory for each further data line of an event besides its bytes: its entry in [`Origin::Lines`].
 const LINE_BYTES: usize = size_of::<(usize, u64)>();
 
-/// One event, as far as it matters here.
+/// One event.
 pub(crate) struct Event<'a> {
     /// The values of its `data:` lines, joined with LF.
     pub data: &'a [u8],
-    /// Whether its `event:` line said `error`.
+    /// Whether its `event:` line is `error`.
     pub is_error: bool,
     origin: Origin<'a>,
 }
 
 impl Event<'_> {
-    /// The absolute offset in the body of the byte at `index` of the data.
+    /// The offset in the body of the byte at `index` of the data.
     pub(crate) fn offset(&self, index: usize) -> u64 {
         match self.origin {
             Origin::Line(start) => start + index as u64,
@@ -42,35 +42,35 @@ impl Event<'_> {
 
 #[derive(Clone, Copy)]
 enum Origin<'a> {
-    /// Where the only data line starts in the body.
+    /// The offset in the body of the only data line.
     Line(u64),
-    /// For each data line: where it starts in the data, where in the body.
+    /// For each data line: its offset in the data and in the body.
     Lines(&'a [(usize, u64)]),
 }
 
-/// A data line that lies whole in the current read and has not been copied.
+/// A complete data line in the current read that has not been copied.
 struct InPlace {
     start: usize,
     end: usize,
 }
 
-/// Cuts a body into events, however it is cut into reads.
+/// Splits a body into events, independent of how reads split it.
 pub(crate) struct Framer {
     max_event_bytes: usize,
-    /// Bytes of a leading byte order mark matched so far.
+    /// The number of bytes of a leading byte order mark matched so far.
     bom: usize,
-    /// The last read ended in CR: an LF that follows belongs to it.
+    /// The last read ended with CR: a following LF belongs to the same line end.
     after_cr: bool,
-    /// The start of a line whose end has not come; all of it has been searched.
+    /// The beginning of an incomplete line. All of it has been searched.
     line: Vec<u8>,
     line_offset: u64,
-    /// The data lines of the event that is pending; its first `data_start` bytes are the field name.
+    /// The data lines of the pending event. The first `data_start` bytes are the field name.
     data: Vec<u8>,
     data_start: usize,
     /// See [`Origin::Lines`]; one entry for each data line of the pending event.
     lines: Vec<(usize, u64)>,
     is_error: bool,
-    /// Only `[DONE]` is still of interest: events may be dropped.
+    /// Skip all events but `[DONE]`.
     skips_events: bool,
     /// The offset in the body of the next byte.
     position: u64,
@@ -98,21 +98,21 @@ impl Framer {
         self.position
     }
 
-    /// Bytes held for an event that is not whole yet.
+    /// Bytes held for an incomplete event.
     pub(crate) fn held_bytes(&self) -> usize {
         self.line.capacity() + self.data.capacity() + self.lines.capacity() * size_of::<(usize, u64)>()
     }
 
-    /// Give back what large events made the buffers grow to.
+    /// Release the buffers.
     pub(crate) fn release(&mut self) {
         self.line = Vec::new();
         self.data = Vec::new();
         self.lines = Vec::new();
     }
 
-    /// Read the next bytes and call `on_event` for each event that they complete.
+    /// Take the next bytes and call `on_event` for each event that they complete.
     ///
-    /// `on_event` answers whether all later events but `[DONE]` may be dropped.
+    /// `on_event` returns whether all later events but `[DONE]` can be skipped.
     pub(crate) fn feed(
         &mut self,
         read: &[u8],
@@ -150,16 +150,16 @@ impl Framer {
         self.extend_line(&read[start..])
     }
 
-    /// The body has ended: the event that is pending, complete or not, if there is one.
+    /// The body has ended: return the pending event, complete or not, if there is one.
     pub(crate) fn finish(&mut self) -> Result<Option<Event<'_>>, Error> {
         if !self.line.is_empty() {
-            // Only a blank line dispatches, and this one is not blank.
+            // Only a blank line dispatches an event, and this line is not blank.
             self.carried_line(&mut |_: &Event<'_>| Ok(false))?;
         }
         Ok(self.pending().filter(|event| !is_blank(event.data)))
     }
 
-    /// Drop a leading byte order mark, even one that comes byte by byte; where the rest starts.
+    /// Skip a leading byte order mark, even if it arrives byte by byte. Returns the offset of the rest.
     fn skip_bom(&mut self, read: &[u8], base: u64) -> usize {
         if self.bom == BOM_PAST {
             return 0;
@@ -170,7 +170,7 @@ impl Framer {
             matched += 1;
         }
         if self.bom < BOM_PAST && matched < read.len() {
-            // It only began like one: those bytes are the start of the first line.
+            // It was not a byte order mark: these bytes belong to the first line.
             self.line.extend_from_slice(&BOM[..self.bom]);
             self.line_offset = base + matched as u64 - self.bom as u64;
             self.bom = BOM_PAST;
@@ -178,7 +178,7 @@ impl Framer {
         matched
     }
 
-    /// A line that lies whole in the read.
+    /// A line that is complete in the read.
     fn line(
         &mut self,
         read: &[u8],
@@ -218,13 +218,13 @@ impl Framer {
         Ok(())
     }
 
-    /// A line that began in an earlier read has ended.
+    /// A line that began in an earlier read is complete.
     fn carried_line(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<(), Error> {
         match field(&self.line) {
             Some(Field::Data(skip)) => {
                 let offset = self.line_offset + skip as u64;
                 if self.lines.is_empty() {
-                    // The event's first data line becomes its data without another copy.
+                    // The first data line becomes the event's data without another copy.
                     std::mem::swap(&mut self.line, &mut self.data);
                     self.data_start = skip;
                     self.lines.push((0, offset));
@@ -253,7 +253,7 @@ impl Framer {
         self.data.clear();
         self.data_start = 0;
         if self.line.capacity() < self.data.capacity() {
-            // Of the two buffers one is enough for events of that size.
+            // One of the two buffers is enough for events of this size.
             self.line = std::mem::take(&mut self.data);
         }
         Ok(())
@@ -286,7 +286,7 @@ impl Framer {
         Ok(())
     }
 
-    /// Keep the start of a line whose end has not come, or a stub where it can't matter.
+    /// Keep the beginning of an incomplete line; only a stub of it, if its content is not needed.
     fn extend_line(&mut self, part: &[u8]) -> Result<(), Error> {
         if part.is_empty() {
             return Ok(());
@@ -304,7 +304,7 @@ impl Framer {
         }
         reserve(&mut self.line, part.len(), self.line_offset)?;
         self.line.extend_from_slice(part);
-        // A line of "data" alone may still become one of "database".
+        // A line with "data" may still continue as "database".
         if let Some(Field::Data(skip @ 5..)) = field(&self.line) {
             let (joined, first) = match self.lines.first() {
                 Some(&(_, first)) => (self.data.len() - self.data_start + 1 + LINE_BYTES * self.lines.len(), first),
@@ -327,13 +327,13 @@ impl Framer {
 }
 
 enum Field {
-    /// A data line; its value starts at this index.
+    /// A data line, and the index of its value.
     Data(usize),
-    /// An event line; whether it says `error`.
+    /// An event line, and whether it is `error`.
     Event(bool),
 }
 
-/// The field of a line, if it is one that matters: anything else, comments too, is skipped.
+/// The field of a line. None: other fields and comments, which are skipped.
 fn field(line: &[u8]) -> Option<Field> {
     if let Some(value) = line.strip_prefix(b"data") {
         return match value {
@@ -350,7 +350,7 @@ fn field(line: &[u8]) -> Option<Field> {
     }
 }
 
-/// Hand an event on, unless its data is blank, as that of a heartbeat is.
+/// Pass an event on, unless its data is blank (a heartbeat).
 fn dispatch(event: &Event<'_>, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<bool, Error> {
     if is_blank(event.data) { Ok(false) } else { on_event(event) }
 }
@@ -363,7 +363,7 @@ fn reserve(buffer: &mut Vec<u8>, more: usize, offset: u64) -> Result<(), Error> 
     if grow(buffer, more) {
         return Ok(());
     }
-    Err(too_large(offset, "no memory for the event; lower max_event_bytes".to_owned()))
+    Err(too_large(offset, "out of memory for the event; lower max_event_bytes".to_owned()))
 }
 
 fn too_large(offset: u64, message: String) -> Error {

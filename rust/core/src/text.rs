@@ -1,10 +1,10 @@
-//! The characters of JSON strings.
+//! JSON strings: finds their end, and decodes their escapes.
 
 use std::borrow::Cow;
 
 use crate::span::{RawStr, Span};
 
-/// Where the next quote, backslash or control character stands, or the end.
+/// The offset of the next quote, backslash or control character, or the end.
 #[inline]
 pub(crate) fn plain_end(data: &[u8], mut at: usize) -> usize {
     while let Some(eight) = data.get(at..at + 8) {
@@ -20,7 +20,7 @@ pub(crate) fn plain_end(data: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// The high bit of each byte that ends or interrupts a string; those above the lowest one may be wrong.
+/// The high bit of each quote, backslash or control character. Bits above the lowest one set may be wrong.
 #[inline]
 fn special_bytes(word: u64) -> u64 {
     const ONES: u64 = 0x0101_0101_0101_0101;
@@ -35,7 +35,7 @@ pub(crate) fn hex4(data: &[u8], at: usize) -> Option<u32> {
     data.get(at..at + 4)?.iter().try_fold(0, |value, &byte| Some(value << 4 | char::from(byte).to_digit(16)?))
 }
 
-/// The characters of a string that a cursor has passed. Escapes are rare, and legal.
+/// The characters of a validated string. Escapes are rare.
 #[inline]
 pub(crate) fn plain(raw: &[u8]) -> Cow<'_, [u8]> {
     if !raw.contains(&b'\\') {
@@ -46,20 +46,20 @@ pub(crate) fn plain(raw: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(text.into_bytes())
 }
 
-/// The name that a cursor has taken.
+/// The characters of a key.
 #[inline]
 pub(crate) fn name(data: &[u8], raw: RawStr) -> Cow<'_, [u8]> {
     if raw.has_escapes { plain(raw.span.of(data)) } else { Cow::Borrowed(raw.span.of(data)) }
 }
 
-/// A string as it is meant.
+/// The characters of a string.
 pub(crate) fn decode(data: &[u8], raw: RawStr) -> String {
     let mut text = String::new();
     unescape(raw.span.of(data), &mut text);
     text
 }
 
-/// A string's characters, or a number as it stands on the wire.
+/// The characters of a string with its quotes, or a number as it is written.
 pub(crate) fn label(data: &[u8], value: Span) -> String {
     let raw = value.of(data);
     let mut text = String::new();
@@ -70,7 +70,7 @@ pub(crate) fn label(data: &[u8], value: Span) -> String {
     text
 }
 
-/// Append the characters of a string that a cursor has passed.
+/// Append the characters of a validated string.
 pub(crate) fn unescape(raw: &[u8], text: &mut String) {
     let mut rest = raw;
     while let Some(slash) = memchr::memchr(b'\\', rest) {
@@ -99,6 +99,6 @@ pub(crate) fn unescape(raw: &[u8], text: &mut String) {
 }
 
 fn push_utf8(text: &mut String, part: &[u8]) {
-    // The event was checked as a whole, and a string is cut only at ASCII bytes.
+    // The whole event is valid UTF-8, and parts are split only at ASCII bytes.
     text.push_str(std::str::from_utf8(part).unwrap_or_default());
 }

@@ -1,8 +1,8 @@
-//! One event of vLLM's `/inference/v1/generate`, or of its `/v1/completions`, -> the generation.
+//! Decodes the events of vLLM's `/inference/v1/generate` and `/v1/completions` and applies them to the generation.
 //!
-//! Each event holds what is new. The checks come in one order, whatever the order of the keys: the error object,
-//! `choices` and the finish reason, index, id and types, counts, ids beside logprobs, ids, logprobs, side data. Only
-//! when all have passed is anything changed.
+//! Each event holds only the new tokens. The order of the checks does not depend on the order of the keys: the error
+//! object, `choices` and the finish reason, index, id and types, counts, ids beside logprobs, ids, logprobs, side data.
+//! An event is applied only after all checks have passed.
 
 mod api;
 mod buffers;
@@ -25,7 +25,7 @@ use crate::vllm::buffers::EventBuffers;
 use crate::vllm::fields::Fields;
 use crate::vllm::reader::read;
 
-/// The state of one stream.
+/// The decoder of one stream.
 pub(crate) struct Vllm {
     api: Api,
     id: Option<String>,
@@ -61,8 +61,8 @@ impl Vllm {
         Ok(())
     }
 
-    /// Fold an event that comes after the terminal one: the usage tells whether all tokens have come, and of what
-    /// prompt. Whatever else comes is no part of the generation.
+    /// Decode an event after the terminal one. Only the usage counts: it shows whether all tokens were received, and
+    /// the number of prompt tokens. All other events are ignored.
     pub(crate) fn decode_late(
         &mut self,
         data: &[u8],
@@ -105,7 +105,7 @@ impl Vllm {
         let side = side::read(data, fields, progress, options, &builder.generation)?;
         let text = fields.choice.text.get().map_or(0, |text| text.span.of(data).len());
         if !builder.generation.reserve(new) || !builder.text.reserve(text, false) {
-            let message = format!("no memory for {new} more tokens and {text} bytes of text");
+            let message = format!("out of memory for {new} more tokens and {text} bytes of text");
             return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
 
@@ -149,10 +149,10 @@ impl Vllm {
     }
 }
 
-/// What a terminal event says that it stopped at.
+/// The stop token or stop string of the terminal event.
 fn matched(data: &[u8], fields: &Fields) -> Option<Matched> {
     let reported = fields.choice.matched.map(|matched| matched.decode(data));
-    // A generation that ran in circles has stopped at nothing but that.
+    // vLLM's repetition detection ended it: there is no stop token or string.
     let is_repetition = fields.choice.finish.get().is_some_and(|raw| *name(data, raw) == *b"repetition");
     reported.or_else(|| is_repetition.then(|| Matched::Text("repetition".to_owned())))
 }

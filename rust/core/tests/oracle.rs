@@ -1,4 +1,4 @@
-//! What `serde_json` reads is what is read here, and what it refuses is refused.
+//! The JSON parser agrees with `serde_json`: it accepts and rejects the same bytes and reads the same values.
 
 mod common;
 
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use serde_json::Value;
 use streamfold_core::{Dialect, Error, ErrorKind, Options};
 
-/// An event that holds `value` under a key that nobody reads.
+/// An event that holds `value` under an unknown key.
 fn event_with(dialect: Dialect, value: &[u8]) -> Vec<u8> {
     let (before, after) = match dialect {
         Dialect::Vllm => (&br#"{"choices":[{"token_ids":[],"other":"#[..], &b"}]}"[..]),
@@ -33,7 +33,7 @@ fn event_with_token(dialect: Dialect, logprob: &str, id: &str) -> Vec<u8> {
     format!("data: {event}\n\n").into_bytes()
 }
 
-/// One of each engine's ways to write.
+/// One dialect for each endpoint.
 fn dialects() -> impl Strategy<Value = Dialect> {
     prop::sample::select(vec![Dialect::Sglang, Dialect::Vllm, Dialect::VllmCompletions])
 }
@@ -57,7 +57,7 @@ fn values() -> impl Strategy<Value = Value> {
 
 proptest! {
     #[test]
-    fn a_value_that_nobody_reads_comes_back_as_it_was(value in values(), dialect in dialects()) {
+    fn the_value_of_an_unknown_key_is_kept_in_meta(value in values(), dialect in dialects()) {
         let body = event_with(dialect, value.to_string().as_bytes());
         let (generation, error, ..) = read([&body[..]], dialect, Options::default());
         prop_assert!(matches!(error, Some(Error::Truncated { .. })), "{error:?}");
@@ -104,7 +104,7 @@ proptest! {
         let (generation, ..) = read([&event_with_token(dialect, &text, "7")[..]], dialect, Options::default());
         // An integer literal has no negative zero.
         let expected = if expected == 0.0 && text.bytes().all(|byte| byte == b'-' || byte == b'0') { 0.0 } else { expected };
-        prop_assert_eq!(generation.logprobs.expect("asked for")[0].to_bits(), expected.to_bits(), "{}", text);
+        prop_assert_eq!(generation.logprobs.expect("requested")[0].to_bits(), expected.to_bits(), "{}", text);
     }
 
     #[test]
@@ -116,7 +116,7 @@ proptest! {
         let text = format!("{sign}0.{zeros}{}{digits}", "0".repeat(places % 9));
         let expected: f64 = text.parse().expect("a number");
         let (generation, ..) = read([&event_with_token(dialect, &text, "7")[..]], dialect, Options::default());
-        prop_assert_eq!(generation.logprobs.expect("asked for")[0].to_bits(), expected.to_bits(), "{}", text);
+        prop_assert_eq!(generation.logprobs.expect("requested")[0].to_bits(), expected.to_bits(), "{}", text);
     }
 
     #[test]

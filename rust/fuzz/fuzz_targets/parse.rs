@@ -1,4 +1,4 @@
-//! Any bytes, any dialect, any options: an answer or a typed error, never a panic; and the error stays.
+//! Any bytes, any dialect, any options give a generation or a typed error, never a panic. An error is permanent.
 //! The options come from the last bytes, so that a recorded stream is a good seed.
 #![no_main]
 

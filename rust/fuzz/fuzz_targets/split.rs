@@ -1,4 +1,4 @@
-//! Any bytes, cut anywhere, give what the uncut bytes give: the same generation, the same error, at the same place.
+//! The result does not depend on how the bytes are split: the same generation, the same error at the same offset.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

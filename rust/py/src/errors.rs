@@ -1,4 +1,4 @@
-//! The one place where errors of the core become Python's, which are defined in `streamfold.errors`.
+//! Converts errors of the core to the Python exceptions of `streamfold.errors`.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -11,10 +11,10 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     build(py, error).unwrap_or_else(|failure| failure)
 }
 
-/// A panic in the core: our own fault, and the end of one sample, not of the trainer.
+/// The exception for a panic in the core: a bug, which ends one sample but not the trainer.
 pub(crate) fn raise_bug(py: Python<'_>) -> PyErr {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    let message = "the parser failed on this stream, which is a bug of streamfold: please report it with the stream \
+    let message = "the parser failed on this stream. This is a bug in streamfold: please report it with the stream \
                    (`streamfold record` saves one)";
     let exception = CLASS.import(py, MODULE, "StreamfoldError").and_then(|class| class.call1((message,)));
     exception.map_or_else(|failure| failure, PyErr::from_value)

@@ -2,12 +2,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use streamfold_core::Dtype;
 
-/// How an engine writes routed experts (router replay).
+/// Shape and dtype of the routed experts that the engine sends (for router replay, R3).
 ///
-/// ``num_layers`` and ``top_k`` give the shape, ``num_experts`` the range that ids are checked against,
-/// ``dtype`` the type of one id on the wire (little endian). A dtype that the reply itself tells wins; vLLM's does.
-/// An SGLang engine that tells none may not know that another one can be asked for: it sends int32, which is taken
-/// too if there are exactly as many bytes.
+/// ``num_layers`` and ``top_k`` are the last two dimensions of :attr:`Generation.routed_experts`. ``num_experts`` is
+/// the number of experts in a layer: ids outside the range are a ``DecodeError``. ``dtype`` is the type of one id on
+/// the wire (``"int32"``, ``"uint8"`` or ``"uint16"``, little endian); if the response names its dtype, as vLLM's does,
+/// that one is used. Older SGLang versions always send int32: int32 data is accepted too if its size is exactly right.
 #[pyclass(frozen, eq, hash, module = "streamfold._core")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Experts(pub(crate) streamfold_core::Experts);
@@ -34,25 +34,25 @@ impl Experts {
         }))
     }
 
-    /// Layers with experts: the second dimension of the array.
+    /// The number of layers with experts: the second dimension of the array.
     #[getter]
     fn num_layers(&self) -> usize {
         self.0.num_layers
     }
 
-    /// Experts that a token is routed to in each layer: the third dimension.
+    /// The number of experts that a token is routed to in each layer: the third dimension of the array.
     #[getter]
     fn top_k(&self) -> usize {
         self.0.top_k
     }
 
-    /// How many experts a layer has, so that each id is less. None: there is no upper bound.
+    /// The number of experts in each layer: ids must be less. None: ids have no upper bound.
     #[getter]
     fn num_experts(&self) -> Option<u32> {
         self.0.num_experts
     }
 
-    /// The type of one id on the wire, where the reply does not tell it.
+    /// The type of one id on the wire, if the response does not name it.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.0.dtype.name()

@@ -7,50 +7,63 @@ use streamfold_core::{Matched, RoutedExperts};
 
 const FINISH_REASONS: [&str; 3] = ["stop", "length", "abort"];
 
-// Arrays are made by rust-numpy: the vector moves into an object that the array keeps, so nothing is copied, and
-// the array is writable, aligned, and its own. An `__array_interface__` on a frozen class does the same; both were
-// tried on abi3-py310. There `np.asarray` takes 5 µs an array instead of 0.1, since numpy asks for a dict of Python
-// objects, and a dtype or shape that disagrees with the buffer is found by nobody.
-/// What one HTTP call produced. Immutable and picklable; its arrays belong to the caller and are writable.
+// rust-numpy makes the arrays: the vector moves into an object that the array owns, so nothing is copied and the array
+// is writable and aligned. An `__array_interface__` on a frozen class does the same, but on abi3-py310 `np.asarray`
+// takes 5 µs for each array instead of 0.1 µs, because numpy reads a dict of Python objects, and nothing checks that
+// dtype and shape fit the buffer.
+/// The result of one HTTP call: tokens, logprobs, text and side data.
+///
+/// Immutable and picklable. The arrays are owned by the caller and writable; ``n`` is the number of tokens.
 #[pyclass(frozen, module = "streamfold._core")]
 pub(crate) struct Generation {
-    /// The sampled tokens, stop token included: int32 ``[n]``.
+    /// The sampled tokens, including the stop token: int32 ``[n]``.
     #[pyo3(get)]
     token_ids: Py<PyArray1<i32>>,
-    /// One natural logarithm per token, float64 ``[n]``, exactly as sent; None if not asked for.
+    /// The natural log-probability of each token, exactly as sent: float64 ``[n]``; None if not requested.
     #[pyo3(get)]
     logprobs: Option<Py<PyArray1<f64>>>,
-    /// The engine's text; None if it sent none (or left it out of an event that brought tokens).
+    /// The engine's text; None if it sent no text, or if an event with tokens had no text.
     #[pyo3(get)]
     text: Option<Py<PyString>>,
-    /// Why the engine ended it; None if the stream was cut before it said so.
+    /// Why the generation ended; None if the stream ended before the engine sent a finish reason.
     #[pyo3(get)]
     finish_reason: Option<&'static str>,
-    /// The stop token or stop string, if the engine told; of a repetition that vLLM ended, its word for that.
+    /// The stop token (int) or stop string (str), if the engine reports it; else None.
+    ///
+    /// If vLLM's repetition detection ended the generation, vLLM's name for it, such as ``"repetition"``.
     #[pyo3(get)]
     matched: Option<Py<PyAny>>,
-    /// int32, uint8 or uint16 ``[rows, num_layers, top_k]``; flat if the parser was given no ``experts``.
+    /// The experts that each token was routed to: int32, uint8 or uint16 ``[rows, num_layers, top_k]``.
+    ///
+    /// ``rows`` is prompt tokens + ``n`` - 1 - ``experts_start``. Flat if the parser was given no ``experts``. None if
+    /// the engine did not send them for all tokens.
     #[pyo3(get)]
     routed_experts: Option<Py<PyAny>>,
-    /// ``(token_ids int32 [m], offsets int32 [n + 1])``: the ids that sampling could choose, per token.
+    /// The candidates that each token was sampled from: ``(token_ids int32 [m], offsets int32 [n + 1])``.
+    ///
+    /// Those of token ``i`` are ``token_ids[offsets[i]:offsets[i + 1]]``. None if the engine did not send them for
+    /// every token.
     #[pyo3(get)]
     top_p: Option<Py<PyTuple>>,
-    /// ``(weight version, start, end)`` over this call's tokens, half open, in order.
+    /// The weight versions that produced the tokens: ``(version, start, end)``, half-open, in order.
     #[pyo3(get)]
     version_spans: Py<PyList>,
-    /// The prompt's tokens as the engine sent them: int32 ``[m]``; None if it did not send them.
+    /// The prompt's tokens as the engine reports them: int32 ``[m]``; None if it did not send them.
+    ///
+    /// From ``prompt_token_ids``, which SGLang sends with ``return_prompt_token_ids`` and vLLM with
+    /// ``return_token_ids``.
     #[pyo3(get)]
     prompt_token_ids: Option<Py<PyArray1<i32>>>,
-    /// The length of the prompt, as last told by the engine.
+    /// The number of prompt tokens that the engine reports, the latest value; None if it reports none.
     #[pyo3(get)]
     prompt_tokens: Option<u64>,
-    /// How many tokens of the prompt came from the engine's cache, as last told.
+    /// The number of prompt tokens read from the engine's prefix cache, the latest value; None if not reported.
     #[pyo3(get)]
     cached_tokens: Option<u64>,
-    /// How many logprobs were the engine's stand-in for minus infinity (only with ``clamped="keep"``).
+    /// The number of logprobs that are the engine's substitute for minus infinity (0 unless ``clamped="keep"``).
     #[pyo3(get)]
     clamped_logprobs: usize,
-    /// The members of `meta` as JSON, until somebody asks.
+    /// The members of `meta` as JSON. They are parsed at the first access.
     raw_meta: Vec<(String, String)>,
     meta: PyOnceLock<Py<PyDict>>,
 }
@@ -84,7 +97,7 @@ impl Generation {
         if let Some(logprobs) = &logprobs
             && logprobs.len() != count
         {
-            let message = format!("{} logprobs for {count} token_ids: give one for each", logprobs.len());
+            let message = format!("{} logprobs for {count} token_ids: pass one for each token", logprobs.len());
             return Err(PyValueError::new_err(message));
         }
         let finish_reason = finish_reason
@@ -126,9 +139,10 @@ impl Generation {
         })
     }
 
-    /// Every other scalar or object that the engine told, the latest value of each key.
+    /// All other scalars and objects of the response, the latest value of each key.
     ///
-    /// vLLM's event, choice and usage together; of a key in several of them the innermost counts.
+    /// Keys of SGLang's event and ``meta_info``, or of vLLM's event, choice and usage, in one dict. If several of them
+    /// have the same key, the innermost value counts. Lists are not kept.
     #[getter]
     fn meta<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let meta = self.meta.get_or_try_init(py, || {
@@ -140,10 +154,10 @@ impl Generation {
         Ok(meta.bind(py).clone())
     }
 
-    /// The arrays as tensors over the same memory, where torch knows the dtype (imports torch here).
+    /// The arrays as torch tensors that share their memory. Imports torch.
     ///
-    /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids``,
-    /// ``top_p_offsets``; those that are None are left out.
+    /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids`` and
+    /// ``top_p_offsets``. Arrays that are None are left out.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let from_numpy = py.import("torch")?.getattr("from_numpy")?;
         let tensors = PyDict::new(py);
@@ -199,7 +213,7 @@ impl Generation {
         Ok((args, kwargs))
     }
 
-    /// Bit for bit: a logprob of -0.0 is not one of 0.0.
+    /// Compares all fields; arrays bit by bit, so that a logprob of -0.0 does not equal 0.0.
     fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let Ok(other) = other.cast::<Self>() else { return Ok(py.NotImplemented()) };
         let is_equal = self.comparable(py)?.eq(other.get().comparable(py)?)?;
@@ -261,7 +275,7 @@ impl Generation {
 }
 
 impl Generation {
-    /// Hand the arrays over; none is copied.
+    /// Convert the core's generation. Arrays are moved, not copied.
     pub(crate) fn from_core(
         py: Python<'_>,
         inner: streamfold_core::Generation,
@@ -321,7 +335,7 @@ impl Generation {
         Bound::new(py, generation)
     }
 
-    /// All fields, each array as its dtype, shape and bytes.
+    /// All fields as a list, with each array as its dtype, shape and bytes.
     fn comparable<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (args, kwargs) = self.__getnewargs_ex__(py)?;
         let fields = PyList::empty(py);
@@ -348,7 +362,7 @@ fn clipped(value: &Bound<'_, PyAny>) -> PyResult<String> {
     })
 }
 
-/// A new array of int32, of values that are token ids or offsets.
+/// A new int32 array of values that must not be negative.
 fn int32_array<'py>(name: &str, values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
     if let Ok(array) = values.cast::<PyArray1<i32>>() {
         let array = owned(array)?;
@@ -364,7 +378,7 @@ fn int32_array<'py>(name: &str, values: &Bound<'py, PyAny>) -> PyResult<Bound<'p
 }
 
 fn beyond_int32(name: &str) -> PyErr {
-    PyValueError::new_err(format!("{name} must lie in 0 … 2147483647"))
+    PyValueError::new_err(format!("{name} must be integers in 0 … 2147483647"))
 }
 
 fn float64_array<'py>(values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
@@ -375,19 +389,19 @@ fn float64_array<'py>(values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray
     Ok(values.extract::<Vec<f64>>()?.into_pyarray(py))
 }
 
-/// A copy that nobody else has, writable, aligned, in C order, whatever the array was: a view, or read-only memory
-/// out of a pickle.
+/// A copy that is writable, aligned and in C order, also of a view and of read-only memory from a pickle.
 fn owned<'py, T: numpy::Element>(array: &Bound<'py, PyArray1<T>>) -> PyResult<Bound<'py, PyArray1<T>>> {
     Ok(array.call_method1("copy", ("C",))?.cast_into()?)
 }
 
-/// Spans follow each other, may leave gaps, and lie within the tokens.
+/// Spans are in order and within the tokens. Gaps are allowed.
 fn check_spans(spans: &[(String, usize, usize)], count: usize) -> PyResult<()> {
     let mut last = 0;
     for (version, start, end) in spans {
         if *start < last || start > end || *end > count {
             let message = format!(
-                "version_spans: {version:?} covers {start}..{end} of {count} tokens, after one that ends at {last}"
+                "version_spans must be in order and within the {count} tokens, but {version:?} covers {start}..{end} \
+                 after a span that ends at {last}"
             );
             return Err(PyValueError::new_err(message));
         }
@@ -419,7 +433,7 @@ fn checked_top_p(
         && usize::try_from(ends[count]).is_ok_and(|end| end == ids.len());
     if !is_sound {
         let message = format!(
-            "top_p offsets must number {} (tokens + 1), start at 0, never fall, and end at the number of ids",
+            "top_p must have {} offsets (tokens + 1) that start at 0, never decrease, and end at the number of ids",
             count + 1
         );
         return Err(PyValueError::new_err(message));

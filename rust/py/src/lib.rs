@@ -1,4 +1,4 @@
-//! The Python face of `streamfold-core`: signatures, conversion, one error map, nothing else.
+//! The Python binding of `streamfold-core`: signatures, conversions, exceptions. It has no logic of its own.
 
 mod errors;
 mod experts;
@@ -7,7 +7,7 @@ mod parser;
 
 use pyo3::prelude::*;
 
-/// The Rust core: raw bytes of a streamed reply in, arrays out.
+/// The Rust core: parses the bytes of a streamed response into numpy arrays.
 #[pymodule(gil_used = false)]
 mod _core {
     use pyo3::prelude::*;

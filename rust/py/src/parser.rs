@@ -9,14 +9,20 @@ use crate::errors::{raise, raise_bug};
 use crate::experts::Experts;
 use crate::generation::Generation;
 
-/// Folds the bytes of one streamed reply into one :class:`Generation`; ``dialect`` is one of ``DIALECTS``.
+/// Parses the body of one streamed response into one :class:`Generation`.
 ///
-/// ``logprobs`` says whether they were asked for. ``prompt_len`` is checked against the engine's count and gives
-/// routed experts their rows, less ``experts_start``. ``clamped`` says what to do with a logprob that is the
-/// engine's stand-in for minus infinity. ``max_new_tokens`` sizes the first buffers; it is no limit. An event longer
-/// than ``max_event_bytes`` is a ``DecodeError``.
+/// - ``dialect``: the format of the stream, one of ``DIALECTS``.
+/// - ``logprobs``: whether logprobs were requested. If so, tokens without logprobs are a ``DecodeError``.
+/// - ``experts``: the shape of routed experts, if they were requested.
+/// - ``prompt_len``: the number of prompt tokens sent. It is checked against the engine's count.
+/// - ``experts_start``: the position of the first row of routed experts.
+/// - ``clamped``: what to do with the engine's substitute for a logprob of minus infinity: ``"raise"`` a
+///   ``DecodeError``, or ``"keep"`` and count it.
+/// - ``max_new_tokens``: the number of tokens to reserve memory for. It is not a limit.
+/// - ``max_event_bytes``: an event with more bytes is a ``DecodeError``.
 ///
-/// After an error ``feed`` and ``close`` raise it again, and ``take`` gives the state of the last good event.
+/// Events are applied atomically. After an error, :meth:`feed` and :meth:`close` raise it again, and :meth:`take`
+/// returns the tokens before the event with the error.
 #[pyclass(module = "streamfold._core")]
 pub(crate) struct Parser {
     inner: streamfold_core::Parser,
@@ -24,7 +30,7 @@ pub(crate) struct Parser {
     experts: Option<streamfold_core::Experts>,
     is_closed: bool,
     is_taken: bool,
-    /// The core panicked: it is not touched again, but for what it holds.
+    /// The core panicked: no more bytes are fed.
     is_broken: bool,
 }
 
@@ -67,32 +73,36 @@ impl Parser {
         Ok(Self { inner, dialect: name, experts, is_closed: false, is_taken: false, is_broken: false })
     }
 
-    /// Read the next bytes, cut anywhere; the number of tokens that became available (0: more are needed).
+    /// Parse the next bytes of the body, split at any byte. Returns the number of tokens that became available.
     ///
-    /// Raises ``DecodeError`` or ``EngineError``; ``ValueError`` after :meth:`take`.
+    /// Raises ``DecodeError`` if the bytes break a rule of the dialect, ``EngineError`` if the engine reports an error
+    /// in the stream, and ``ValueError`` after :meth:`close` or :meth:`take`.
     #[pyo3(signature = (data, /))]
     fn feed(&mut self, data: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.check_not_taken()?;
         if self.is_closed {
-            // After an error, the error comes again.
+            // After an error, raise it again.
             self.run(data.py(), |parser| parser.close(true))?;
-            return Err(PyValueError::new_err("the parser has been closed: its stream has ended"));
+            return Err(PyValueError::new_err(
+                "the parser is closed: its stream has ended; create a parser for each stream",
+            ));
         }
         if let Ok(bytes) = data.cast::<PyBytes>() {
             return self.run(data.py(), |parser| parser.feed(bytes.as_bytes()));
         }
         if !data.is_instance_of::<PyByteArray>() && !data.is_instance_of::<PyMemoryView>() {
             let kind = data.get_type().name()?;
-            return Err(PyTypeError::new_err(format!("feed takes bytes, not {kind}")));
+            return Err(PyTypeError::new_err(format!("feed takes bytes, bytearray or memoryview, not {kind}")));
         }
-        // A copy: another thread could change or shrink the buffer while it is read.
+        // Copied, because another thread could change or shrink the buffer meanwhile.
         let bytes = data.py().get_type::<PyBytes>().call1((data,))?.cast_into::<PyBytes>()?;
         self.run(data.py(), |parser| parser.feed(bytes.as_bytes()))
     }
 
-    /// Tell that the body has ended.
+    /// End the stream: the body is complete or the connection is closed.
     ///
-    /// Raises ``StreamTruncated`` if no finish reason was seen, unless ``aborted``.
+    /// Raises ``StreamTruncated`` if there was no finish reason, unless ``aborted``; ``DecodeError`` or ``EngineError``
+    /// as :meth:`feed` does; ``ValueError`` after :meth:`take`.
     #[pyo3(signature = (aborted=false))]
     fn close(&mut self, py: Python<'_>, aborted: bool) -> PyResult<()> {
         self.check_not_taken()?;
@@ -100,26 +110,28 @@ impl Parser {
         self.run(py, |parser| parser.close(aborted))
     }
 
-    /// Give what is there, at any time, after an error too. The parser is spent afterwards.
+    /// Return the tokens and side data received so far. Works at any time, also after an error.
+    ///
+    /// The parser cannot be used afterwards: further calls raise ``ValueError``.
     fn take<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
         self.check_not_taken()?;
         self.is_taken = true;
         Generation::from_core(py, self.inner.take(), self.experts)
     }
 
-    /// Tokens so far.
+    /// The number of tokens received so far.
     #[getter]
     fn token_count(&self) -> usize {
         self.inner.token_count()
     }
 
-    /// Whether the terminal event, the one with a finish reason, was seen. vLLM tells its usage afterwards.
+    /// Whether the terminal event, the one with a finish reason, was received. vLLM sends the usage after it.
     #[getter]
     fn finished(&self) -> bool {
         self.inner.finished()
     }
 
-    /// Whether ``[DONE]`` was seen too.
+    /// Whether ``[DONE]`` was received.
     #[getter]
     fn done(&self) -> bool {
         self.inner.done()
@@ -136,7 +148,7 @@ impl Parser {
         )
     }
 
-    /// Bytes held: arrays, text, and the event that is still incomplete.
+    /// Bytes of memory held: arrays, text, and an incomplete event.
     fn __sizeof__(&self) -> usize {
         self.inner.held_bytes()
     }
@@ -145,7 +157,7 @@ impl Parser {
 impl Parser {
     fn check_not_taken(&self) -> PyResult<()> {
         if self.is_taken {
-            return Err(PyValueError::new_err("the generation has been taken: one parser reads one stream"));
+            return Err(PyValueError::new_err("the generation has been taken; create a parser for each stream"));
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The elements of an event's lists, on their way to the generation.
+//! Buffers for the elements of an event's lists until the event is checked.
 
 use crate::arrays::{NO_TOKEN, element_at};
 use crate::field::List;
@@ -17,15 +17,15 @@ pub(super) enum Level {
     Meta,
 }
 
-/// The elements of an event's lists, and what earlier lists began with. Kept from event to event for its memory.
+/// The elements of an event's lists, and fingerprints of earlier lists. The memory is reused for the next event.
 pub(super) struct EventBuffers {
-    /// Whether pairs were asked for; without them the ids are the list that counts.
+    /// Whether logprobs were requested. Then the pairs are the source of the tokens, else `output_ids` are.
     pub has_pairs: bool,
-    /// The ids of the list that counts.
+    /// The token ids of the source list.
     pub ids: Vec<i32>,
-    /// Not finite where the wire holds no number that a double can.
+    /// Not finite where the element is not a number in the range of a double.
     pub logprobs: Vec<f64>,
-    /// The ids beside the pairs.
+    /// The ids in `output_ids`, if the pairs are the source.
     pub output_ids: Vec<i32>,
     pub pairs_prefix: Prefix,
     pub ids_prefix: Prefix,
@@ -61,7 +61,7 @@ impl EventBuffers {
     }
 }
 
-/// The list that counts, from its first element: those known by their fingerprint are the ones kept.
+/// The elements of the source list. Those recognized by their fingerprint are the tokens kept.
 #[derive(Clone, Copy)]
 pub(super) struct Elements<'a> {
     list: Option<List>,
@@ -89,7 +89,7 @@ impl<'a> Elements<'a> {
         if index < known { kept.get(index) } else { self.buffers.logprobs.get(index - known) }.copied()
     }
 
-    /// The first element from `start` on that is not the token kept in its place.
+    /// The first kept token that differs from its element, where elements from `start` on repeat the kept tokens.
     pub(super) fn first_change(self, start: usize) -> Option<usize> {
         let kept = self.kept;
         if start == 0 && self.list.is_some_and(|list| list.known == kept.token_ids.len()) {
@@ -105,7 +105,7 @@ impl<'a> Elements<'a> {
         self.len() >= self.kept.token_ids.len() && self.first_change(0).is_none()
     }
 
-    /// Whether the first `count` elements are the last ones again.
+    /// Whether the first `count` elements equal the last `count` elements.
     pub(super) fn begin_with_last(self, count: usize) -> bool {
         let last = self.len() - count;
         let is_same = |left: Option<f64>, right: Option<f64>| left == right || (is_none(left) && is_none(right));
@@ -115,19 +115,19 @@ impl<'a> Elements<'a> {
     }
 }
 
-/// A logprob that is no number is staged as NaN, which equals nothing.
+/// Whether there is no number: NaN marks a logprob that is not one, and it does not equal itself.
 fn is_none(logprob: Option<f64>) -> bool {
     logprob.is_none_or(f64::is_nan)
 }
 
 impl EventBuffers {
-    /// Have the elements from `first` on staged; where they begin there.
+    /// Make sure that the elements from `first` on are in the buffers. Returns the index of `first` there.
     pub(super) fn buffer_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
         let known = list.map_or(0, |list| list.known);
         if first >= known {
             return first - known;
         }
-        // A delta that happens to begin like the list before it.
+        // A delta that happens to begin with the elements of the last list.
         self.ids.splice(0..0, kept.token_ids[..known].iter().copied());
         if let Some(logprobs) = &kept.logprobs {
             self.logprobs.splice(0..0, logprobs[..known].iter().copied());
@@ -135,7 +135,7 @@ impl EventBuffers {
         first
     }
 
-    /// The first index at which the ids of the pairs and those beside them differ, as far as both go.
+    /// The first index at which the ids of the pairs differ from `output_ids`.
     pub(super) fn first_mismatch(&self, data: &[u8], pairs: List, ids: List, kept: &Generation) -> Option<usize> {
         if pairs.known == ids.known && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
             return None;
@@ -145,14 +145,14 @@ impl EventBuffers {
         };
         (0..pairs.len.min(ids.len)).find(|&index| {
             let pair = from(pairs.known, &self.ids, index);
-            // Elements that are no tokens look alike when staged; what they are is compared on the wire.
+            // Elements that are not token ids are all NO_TOKEN here, so their bytes are compared.
             pair != from(ids.known, &self.output_ids, index)
                 || (pair == Some(NO_TOKEN) && !is_same_number(data, pairs, ids, index))
         })
     }
 }
 
-/// Whether two elements that are no tokens are the same number, at least.
+/// Whether two elements that are not token ids have the same bytes or are equal numbers.
 fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
     let literal = |at: usize| {
         let mut cursor = Cursor::new(data);
@@ -164,7 +164,7 @@ fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
     pair == id || value(pair).is_some_and(|pair| value(id).is_some_and(|id| pair.total_cmp(&id).is_eq()))
 }
 
-/// Where a member of a pair stands.
+/// The offset of a member of a pair.
 pub(super) fn pair_at(data: &[u8], list: List, index: usize, member: usize) -> usize {
     let mut cursor = Cursor::new(data);
     cursor.at = element_at(data, list.start, index);

@@ -1,4 +1,4 @@
-//! What is checked of one event beside its counts.
+//! Checks of an SGLang event, except for its counts.
 
 use crate::arrays::element_at;
 use crate::checks::{self, excerpt};
@@ -18,42 +18,34 @@ pub(super) fn finish(fields: &Fields) -> Result<Option<Finish>, EventError> {
         return Err(EventError::new(ErrorKind::Schema, 0, "", "an event must be a JSON object"));
     }
     if fields.meta_info.get().is_none() {
-        let message = "an object was expected; a router that drops fields it does not know makes such events";
+        let message = "expected an object; routers that drop unknown fields can produce such events";
         return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), EventKey::MetaInfo.path(), message));
     }
     let finish = &fields.meta.finish;
     if finish.is_wrong() {
-        return Err(EventError::new(
-            ErrorKind::Schema,
-            finish.at(),
-            FINISH,
-            "null or an object with a type was expected",
-        ));
+        return Err(EventError::new(ErrorKind::Schema, finish.at(), FINISH, "expected null or an object with a type"));
     }
     match finish.get() {
         Some(Finish { reason: None, .. }) => Err(EventError::new(
             ErrorKind::Schema,
             finish.at(),
             format!("{FINISH}.type"),
-            "\"stop\", \"length\" or \"abort\" was expected",
+            "expected \"stop\", \"length\" or \"abort\"",
         )),
-        Some(Finish { reason: Some(FinishReason::Abort), status, .. }) if status.is_wrong() => Err(EventError::new(
-            ErrorKind::Schema,
-            status.at(),
-            format!("{FINISH}.status_code"),
-            "an integer was expected",
-        )),
+        Some(Finish { reason: Some(FinishReason::Abort), status, .. }) if status.is_wrong() => {
+            Err(EventError::new(ErrorKind::Schema, status.at(), format!("{FINISH}.status_code"), "expected an integer"))
+        }
         found => Ok(found),
     }
 }
 
-/// One stream is one request: `index` and `id`.
+/// `index` and `id`: one stream is one request.
 pub(super) fn identity(data: &[u8], fields: &Fields, known: Option<&str>) -> Result<(), EventError> {
     checks::index(&fields.index, EventKey::Index.path())?;
     checks::id(data, &fields.meta.id, known, MetaKey::Id.path())
 }
 
-/// The types of everything that is read. Fields with a rule of their own are checked where that rule is.
+/// The types of all fields. Fields that are skipped here (`_`) have their own check elsewhere.
 pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
     let Fields { is_object: _, text, output_ids, prompt_token_ids, index: _, errors: _, meta_info: _, meta } = fields;
     let MetaFields {
@@ -91,7 +83,7 @@ pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
     Ok(())
 }
 
-/// `output_ids` must hold the ids of the pairs.
+/// `output_ids` equal the ids of the pairs.
 pub(super) fn ids_beside_pairs(
     data: &[u8],
     fields: &Fields,
@@ -100,17 +92,17 @@ pub(super) fn ids_beside_pairs(
 ) -> Result<(), EventError> {
     let (Some(pairs), Some(ids)) = (fields.meta.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
     if pairs.len != ids.len {
-        let message = format!("{} ids beside {} pairs: one of the lists has a hole", ids.len, pairs.len);
+        let message = format!("{} ids but {} pairs: one of the lists is incomplete", ids.len, pairs.len);
         return Err(EventError::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
     }
     let Some(index) = buffers.first_mismatch(data, pairs, ids, kept) else { return Ok(()) };
     let at = element_at(data, ids.start, index);
     let pair = excerpt(data, pair_at(data, pairs, index, 1));
-    let message = format!("{} beside {pair} in the pair: the ids of one event disagree", excerpt(data, at));
+    let message = format!("{} in output_ids, but {pair} in the pair: the ids of one event differ", excerpt(data, at));
     Err(EventError::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
 }
 
-/// A list that repeats what was sent must not change it.
+/// A list that repeats earlier tokens does not change them.
 pub(super) fn prefix(
     data: &[u8],
     list: Option<List>,
@@ -126,8 +118,8 @@ pub(super) fn prefix(
     let (Some(list), Some(index)) = (list, elements.first_change(start)) else { return Ok(()) };
     let path = if kept.logprobs.is_some() { PAIRS } else { IDS };
     let message = format!(
-        "token {index} was {} and has been changed or left out: the engine generated again from the start, and only the \
-         {} tokens kept are of one piece",
+        "token {index} was {} and is changed or missing in this event: the engine generated again from the start; \
+         only the {} tokens kept belong together",
         kept.token_ids[index],
         kept.token_ids.len()
     );
@@ -135,7 +127,7 @@ pub(super) fn prefix(
     Err(EventError::new(ErrorKind::Prefix, element_at(data, list.start, index), format!("{path}[{index}]"), message))
 }
 
-/// The new ids; they are staged from `start` on.
+/// The new ids, in the buffers from `start` on.
 pub(super) fn ids(
     data: &[u8],
     list: Option<List>,
@@ -154,7 +146,7 @@ pub(super) fn ids(
     })
 }
 
-/// The new logprobs; how many are stand-ins for minus infinity, if those are to be kept.
+/// The new logprobs. Returns how many are the substitute for minus infinity, if those are kept.
 pub(super) fn logprobs(
     data: &[u8],
     list: Option<List>,

@@ -1,8 +1,8 @@
-//! The rules of counts: how many tokens an event brings, and where in its list they stand.
+//! Counts: how many new tokens an event has, and where they are in its list.
 //!
-//! `kept` tokens are there already, the event's list has `len` elements, and the engine has reported that there are `reported`
-//! tokens by now. A delta has `kept + len == reported`, a whole list `len == reported`. Whatever fits neither was damaged on
-//! the way, or by the engine; only abort events may be odd, in ways of their own.
+//! `kept` tokens were received before, the event's list has `len` elements, and the engine reports `reported` tokens so
+//! far. A delta has `kept + len == reported`, a whole list has `len == reported`. Anything else means that tokens were
+//! lost or repeated. Abort events have rules of their own.
 
 use crate::error::{ErrorKind, EventError};
 use crate::field::{Field, List};
@@ -15,27 +15,27 @@ use crate::sglang::paths::{COMPLETION, IDS, LENGTH, PAIRS};
 /// How the event's list extends the tokens kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shape {
-    /// An abort event that says nothing about tokens.
+    /// An abort event without information about tokens.
     Marker,
-    /// Only what is new.
+    /// Only the new tokens.
     Delta,
-    /// Everything from the start.
+    /// All tokens from the start.
     Whole,
-    /// A delta, glued before everything from the start.
+    /// A delta, followed by all tokens from the start.
     DeltaThenWhole,
 }
 
-/// What an event brings: elements `first..first + new` of its list.
+/// The new tokens of an event: elements `first..first + new` of its list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
     pub shape: Shape,
     pub first: usize,
     pub new: usize,
-    /// The mode that this event proves.
+    /// The mode of the stream, as known after this event.
     pub mode: Mode,
 }
 
-/// What the counts of one event are judged by.
+/// The counts of one event.
 pub(super) struct Counts<'a> {
     pub fields: &'a Fields,
     pub list: &'a Field<List>,
@@ -63,11 +63,11 @@ impl Counts<'_> {
         Step { shape: Shape::Whole, first: self.kept, new: self.len().saturating_sub(self.kept), mode: self.mode }
     }
 
-    /// The rule for every event but an abort.
+    /// The rule for all events but aborts.
     pub(super) fn step(&self) -> Result<Step, EventError> {
         let (kept, len, reported) = (self.kept, self.len(), self.reported);
         if self.logprobs && !self.is_listed() {
-            // `reported` has seen to it that nothing is missing.
+            // `reported_tokens` has checked that no tokens are missing.
             return Ok(self.delta());
         }
         let is_delta = kept + len == reported;
@@ -75,7 +75,7 @@ impl Counts<'_> {
         match self.mode {
             Mode::Incremental if is_delta => Ok(self.delta()),
             Mode::Cumulative if is_whole => Ok(self.whole()),
-            // The first event means the same in both modes, and an empty one proves nothing.
+            // The first event is the same in both modes, and an empty one does not show the mode.
             Mode::Unknown if is_delta && (kept == 0 || len == 0) => Ok(self.delta()),
             Mode::Unknown if is_delta => Ok(Step { mode: Mode::Incremental, ..self.delta() }),
             Mode::Unknown if is_whole && kept > 0 => Ok(Step { mode: Mode::Cumulative, ..self.whole() }),
@@ -83,7 +83,7 @@ impl Counts<'_> {
         }
     }
 
-    /// The rule for an abort event, which obeys no mode: the engine's queue writes it in its own way.
+    /// The rule for abort events, which do not follow the mode: the engine's queue writes them differently.
     pub(super) fn abort_step(&self) -> Result<Step, EventError> {
         let (kept, len, reported) = (self.kept, self.len(), self.reported);
         if (len == 0 && reported < kept) || (!self.is_listed() && reported <= kept) {
@@ -122,14 +122,14 @@ impl Counts<'_> {
             Mode::Incremental => "this does not fit an incremental stream",
         };
         let message = format!(
-            "the engine reports {reported} tokens, {kept} were kept and the event holds {len}: {fits}. Tokens were lost or \
-             repeated on the way, or the stream has another mode; resume from the tokens kept"
+            "the engine reports {reported} tokens, {kept} were kept and the event has {len}: {fits}. Tokens were lost \
+             or repeated on the way, or the stream has another mode; resume from the tokens kept"
         );
         EventError::new(ErrorKind::Length, field.at(), path, message)
     }
 }
 
-/// The engine's own count of the tokens so far.
+/// The number of tokens so far that the engine reports.
 pub(super) fn reported_tokens(
     fields: &Fields,
     options: &Options,
@@ -138,7 +138,7 @@ pub(super) fn reported_tokens(
 ) -> Result<usize, EventError> {
     let (length, completion) = (fields.meta.length.get(), fields.meta.completion_tokens.get());
     let Some(reported) = length.or(completion).and_then(|reported| usize::try_from(reported).ok()) else {
-        let message = "the event has no token count, and without it a lost event cannot be detected; ask the server for meta_info.completion_tokens";
+        let message = "missing: without a token count, lost events cannot be detected";
         return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), COMPLETION, message));
     };
     let is_missing = if is_abort { reported > kept } else { reported != kept };

@@ -1,4 +1,4 @@
-//! The paths of SGLang's fields that several errors name.
+//! The paths of SGLang's fields that several modules name in errors.
 
 use crate::sglang::keys::{EventKey, MetaKey};
 

@@ -1,4 +1,4 @@
-//! Reads one SGLang event into its fields.
+//! Parses one SGLang event into its fields.
 
 use crate::arrays::{NO_TOKEN, next_token, next_tokens};
 use crate::field::{Field, List, Value};
@@ -12,7 +12,8 @@ use crate::sglang::keys::{EventKey, Key, MetaKey};
 use crate::span::Span;
 use crate::text::name;
 
-/// Read one event to its last byte into `fields`, which are at their defaults. Err: where it is not JSON, and why.
+/// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
+/// why.
 pub(super) fn read(
     data: &[u8],
     buffers: &mut EventBuffers,
@@ -88,13 +89,13 @@ impl Reader<'_> {
         while let Some(key) = self.next_key::<MetaKey>(is_first)? {
             is_first = false;
             let usage = match key {
-                // Not requested: like every other key.
+                // Logprobs were not requested: the key is treated like an unknown one.
                 MetaKey::Pairs if !self.buffers.has_pairs => Use::Meta,
                 key => key.usage(),
             };
             let from = self.cursor.at;
             if usage.repeats() && self.next_same_value() {
-                // The value was checked and applied with the last event. A version counts for each event's tokens.
+                // The value was checked and applied with the last event. A version also applies to the new tokens.
                 if key == MetaKey::WeightVersion {
                     self.fields.meta.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
                 }
@@ -237,7 +238,7 @@ fn finish_type(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Option<FinishReas
     })
 }
 
-/// Stage one `[logprob, id, …]`; its place, if it is nothing of the kind.
+/// Take one `[logprob, id, …]` into the buffers. Returns its offset, if it has another shape.
 #[inline]
 fn pair(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Option<usize>> {
     if let Some((logprob, id)) = cursor.next_plain_pair() {

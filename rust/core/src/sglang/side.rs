@@ -1,4 +1,4 @@
-//! What rides beside the tokens of an SGLang event.
+//! Side data of an SGLang event.
 
 use crate::arrays::{base64_array, base64_length, int32_array, metadata_error};
 use crate::error::EventError;
@@ -18,7 +18,7 @@ const TOP_P_OFFSETS: &str = MetaKey::TopPOffsets.path();
 const MASK: &str = MetaKey::SamplingMask.path();
 const VERSIONS: &str = MetaKey::WeightVersions.path();
 
-/// Read the side data of an event whose list has `len` elements, and check it.
+/// Parse and check the side data of an event whose list has `len` elements.
 pub(super) fn read(
     data: &[u8],
     fields: &Fields,
@@ -52,7 +52,7 @@ fn experts(
     let shape = ExpertShape::of(options, prompt_tokens, progress.total(), at, EXPERTS)?;
     let dtype = match fields.meta.routed_experts_dtype.value {
         Value::Absent | Value::Null => {
-            // Older engines do not know the key by which another dtype is asked for, and routers drop it.
+            // Older engines do not know the key that requests another dtype, and routers drop it: they send int32.
             let is_int32 = shape.as_ref().is_some_and(|shape| {
                 let size = shape.numbers.checked_mul(size_of::<i32>()).filter(|&size| size > 0);
                 size.is_some() && base64_length(data, text) == size
@@ -62,11 +62,11 @@ fn experts(
         Value::Is(raw) => {
             let name = decode(data, raw);
             Dtype::from_name(&name).ok_or_else(|| {
-                metadata_error(raw.span.start(), DTYPE, format!("{name:?} is none of int32, uint8, uint16"))
+                metadata_error(raw.span.start(), DTYPE, format!("expected int32, uint8 or uint16, not {name:?}"))
             })?
         }
         Value::Wrong => {
-            return Err(metadata_error(fields.meta.routed_experts_dtype.at(), DTYPE, "a string was expected"));
+            return Err(metadata_error(fields.meta.routed_experts_dtype.at(), DTYPE, "expected a string"));
         }
     };
     let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
@@ -106,7 +106,7 @@ fn top_p(data: &[u8], ids: Span, offsets: Span, progress: Progress) -> Result<Ma
         && offsets.is_sorted()
         && offsets.last().and_then(|&last| usize::try_from(last).ok()) == Some(ids.len());
     if !is_sound {
-        let message = format!("offsets must start at 0, never fall, and end at {}, the number of ids", ids.len());
+        let message = format!("offsets must start at 0, never decrease, and end at {}, the number of ids", ids.len());
         return Err(metadata_error(at, TOP_P_OFFSETS, message));
     }
     fit(TopP { ids, offsets }, progress, at, TOP_P_OFFSETS)
@@ -119,22 +119,23 @@ fn fit(masks: TopP, progress: Progress, at: usize, path: &'static str) -> Result
     } else if tokens == progress.new {
         Ok(Masks::Append(masks))
     } else {
-        let message = format!("for {tokens} tokens, but the event brings {} of {}", progress.new, progress.total());
+        let message =
+            format!("masks for {tokens} tokens, but the event has {} new tokens of {}", progress.new, progress.total());
         Err(metadata_error(at, path, message))
     }
 }
 
-/// Masks that are glued like the list of pairs, less their beginning.
+/// Masks without the delta before the whole list, if they have one as the list of pairs does.
 fn without_repeated_delta(mut masks: TopP, progress: Progress, len: usize, value: Span) -> Result<TopP, EventError> {
     let tokens = masks.offsets.len() - 1;
     if tokens == len && tokens == progress.total() + progress.new {
-        // The last of it is the whole, and its end the delta again.
+        // The whole list is at the end, and it ends with the delta again.
         let skip = progress.new;
         if (0..skip).any(|index| masks.of(index) != masks.of(tokens - skip + index)) {
             return Err(metadata_error(
                 value.start(),
                 MASK,
-                format!("the first {skip} lists are not the last {skip} again"),
+                format!("the first {skip} lists differ from the last {skip}, which they should repeat"),
             ));
         }
         let first = masks.offsets[skip];

@@ -1,6 +1,6 @@
-//! Which of vLLM's endpoints is read, and where each writes the same thing.
+//! vLLM's two endpoints that return token ids, and the paths where they differ.
 
-/// Which of vLLM's ways to ask for tokens.
+/// The endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Api {
     /// `/inference/v1/generate`.
@@ -10,7 +10,7 @@ pub(crate) enum Api {
 }
 
 impl Api {
-    /// Where the request's id stands.
+    /// The path of the request id.
     pub(super) fn id_path(self) -> &'static str {
         match self {
             Self::Generate => "request_id",
@@ -18,7 +18,7 @@ impl Api {
         }
     }
 
-    /// The list that holds a logprob for each token.
+    /// The path of the list with a logprob for each token.
     pub(super) fn list_path(self) -> &'static str {
         match self {
             Self::Generate => "choices[0].logprobs.content",

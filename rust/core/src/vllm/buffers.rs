@@ -1,4 +1,4 @@
-//! The elements of an event's lists, on their way to the generation.
+//! Buffers for the elements of an event's lists until the event is checked.
 
 use crate::arrays::NO_TOKEN;
 use crate::key_cache::KeyCache;
@@ -6,7 +6,7 @@ use crate::meta::Members;
 use crate::prompt_ids::PromptIds;
 use crate::vllm::keys::Key;
 
-/// Stands for the id of an entry that tells none.
+/// Marks an entry without a token id.
 pub(super) const NO_ID: i32 = -2;
 
 /// The objects of an event whose keys go to `Generation.meta`.
@@ -17,17 +17,17 @@ pub(super) enum Level {
     Usage,
 }
 
-/// Kept from event to event for its memory.
+/// The elements of an event's lists. The memory is reused for the next event.
 pub(super) struct EventBuffers {
-    /// Whether logprobs were asked for.
+    /// Whether logprobs were requested.
     pub has_logprobs: bool,
     pub ids: Vec<i32>,
-    /// Not finite where the wire holds no number that a double can.
+    /// Not finite where the element is not a number in the range of a double.
     pub logprobs: Vec<f64>,
-    /// The ids that stand beside the logprobs.
+    /// The ids beside the logprobs.
     pub named_ids: Vec<i32>,
     pub prompt_ids: PromptIds,
-    /// Of the event, its choice, and its usage.
+    /// For each [`Level`], what goes to `Generation.meta`.
     pub members: [Members; 3],
     pub key_cache: KeyCache<Key>,
 }
@@ -45,14 +45,14 @@ impl EventBuffers {
         }
     }
 
-    /// An event begins.
+    /// Start an event.
     pub(super) fn clear(&mut self) {
         self.members.iter_mut().for_each(Members::clear);
         self.key_cache.start_event();
         self.clear_choice();
     }
 
-    /// A choice begins; what one under the same key held does not count.
+    /// Start a choice: an earlier one in the same event does not count.
     pub(super) fn clear_choice(&mut self) {
         self.ids.clear();
         self.members[Level::Choice as usize].clear();
@@ -64,7 +64,8 @@ impl EventBuffers {
         self.named_ids.clear();
     }
 
-    /// The first token beside which another id is named. An id that is no token at all is reported as such.
+    /// The first token whose id differs from the id beside its logprob. Elements that are not token ids are left to the
+    /// check of ids.
     pub(super) fn first_mismatch(&self) -> Option<usize> {
         if self.ids == self.named_ids {
             return None;

@@ -1,4 +1,4 @@
-//! What is checked of one event, in the order in which it counts.
+//! Checks of a vLLM event, in their order.
 
 use crate::arrays::element_at;
 use crate::checks::{self, excerpt};
@@ -31,19 +31,19 @@ pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason
     }
     let choices = &fields.choices;
     match choices.get() {
-        None => return Err(schema(choices.at(), EventKey::Choices.path(), "a list was expected")),
+        None => return Err(schema(choices.at(), EventKey::Choices.path(), "expected a list")),
         Some(0) => return Ok(None),
         Some(1) => {}
         Some(count) => {
-            let message = format!("{count} choices in one event, but one stream is one generation; ask for n = 1");
+            let message = format!("{count} choices in one event, but a parser reads one generation; request n = 1");
             return Err(schema(choices.at(), EventKey::Choices.path(), message));
         }
     }
     let choice = &fields.choice;
     if choice.object.get().is_none() {
-        return Err(schema(choice.object.at(), CHOICE, "an object was expected"));
+        return Err(schema(choice.object.at(), CHOICE, "expected an object"));
     }
-    let expected = "null, \"stop\", \"length\", \"abort\", \"cancelled\" or \"repetition\" was expected";
+    let expected = "expected null, \"stop\", \"length\", \"abort\", \"cancelled\" or \"repetition\"";
     if choice.finish.is_wrong() {
         return Err(schema(choice.finish.at(), FINISH, expected));
     }
@@ -52,17 +52,17 @@ pub(super) fn finish(data: &[u8], fields: &Fields) -> Result<Option<FinishReason
         b"stop" | b"repetition" => Ok(Some(FinishReason::Stop)),
         b"length" => Ok(Some(FinishReason::Length)),
         b"abort" | b"cancelled" => Ok(Some(FinishReason::Abort)),
-        _ => Err(schema(choice.finish.at(), FINISH, format!("it is {:?}; {expected}", decode(data, raw)))),
+        _ => Err(schema(choice.finish.at(), FINISH, format!("found {:?}, {expected}", decode(data, raw)))),
     }
 }
 
-/// One stream is one request: `index` and the id.
+/// `index` and the request id: one stream is one request.
 pub(super) fn identity(data: &[u8], fields: &Fields, api: Api, known: Option<&str>) -> Result<(), EventError> {
     checks::index(&fields.choice.index, ChoiceKey::Index.path())?;
     checks::id(data, &fields.id, known, api.id_path())
 }
 
-/// The types of everything that is read. Fields with a rule of their own are checked where that rule is.
+/// The types of all fields. Fields that are skipped here (`_`) have their own check elsewhere.
 pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventError> {
     let Fields {
         is_object: _,
@@ -107,62 +107,62 @@ pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventE
     match logprobs.list.get().and_then(|list| Some((list, list.malformed?))) {
         Some((list, (index, at))) if api == Api::Generate && element_at(data, list.start, index) == at => {
             let path = format!("{}[{index}]", api.list_path());
-            Err(EventError::new(ErrorKind::Schema, at, path, "an object with a logprob was expected"))
+            Err(EventError::new(ErrorKind::Schema, at, path, "expected an object with a logprob"))
         }
         Some((_, (index, at))) => {
-            Err(EventError::new(ErrorKind::Schema, at, api.logprob_path(index), "a number was expected"))
+            Err(EventError::new(ErrorKind::Schema, at, api.logprob_path(index), "expected a number"))
         }
         None => Ok(()),
     }
 }
 
-/// Tokens without logprobs that were asked for, or what belongs to tokens without their ids.
+/// Token ids are present beside text or logprobs, and logprobs beside token ids if they were requested.
 pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api) -> Result<(), EventError> {
     let choice = &fields.choice;
     let (at, list) = (choice.object.at(), choice.logprobs.list.get());
     let Some(ids) = choice.token_ids.get() else {
         if list.is_some_and(|list| list.len > 0) || choice.text.get().is_some_and(|text| !text.span.of(data).is_empty())
         {
-            return Err(schema(at, IDS, "missing beside a text or logprobs; ask for return_token_ids"));
+            return Err(schema(at, IDS, "missing, although the event has text or logprobs; request return_token_ids"));
         }
         return Ok(());
     };
     if options.logprobs && ids.len > 0 && list.is_none() {
-        let message = format!("missing beside {} token ids, though logprobs were asked for", ids.len);
+        let message = format!("missing beside {} token ids, although logprobs were requested", ids.len);
         return Err(schema(at, api.list_path(), message));
     }
     Ok(())
 }
 
-/// Each list has an element for each token, and the engine counts as many tokens as came.
+/// Each list has an element for each token, and the engine reports as many tokens as were received.
 pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), EventError> {
     let logprobs = &fields.choice.logprobs;
     for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, TOKENS)] {
         if let Some(len) = list.get().map(|list| list.len).filter(|&len| len != new) {
-            let message = format!("{len} elements beside {new} token ids: one of the lists has a hole");
+            let message = format!("{len} elements beside {new} token ids: one of the lists is incomplete");
             return Err(EventError::new(ErrorKind::Length, list.at(), path, message));
         }
     }
     let usage = &fields.usage;
     if let Some(reported) = usage.completion_tokens.get().filter(|&reported| reported != (kept + new) as u64) {
         let message = format!(
-            "the engine reports {reported} tokens, {kept} were kept and the event holds {new}: tokens were lost or repeated \
-             on the way; resume from the tokens kept"
+            "the engine reports {reported} tokens, {kept} were kept and the event has {new}: tokens were lost or \
+             repeated on the way; resume from the tokens kept"
         );
         return Err(EventError::new(ErrorKind::Length, usage.completion_tokens.at(), COMPLETION, message));
     }
     checks::prompt_tokens(&usage.prompt_tokens, options, PROMPT)
 }
 
-/// The id that is named beside a logprob is that of the token.
+/// The id beside a logprob equals the token id.
 pub(super) fn mismatch(data: &[u8], fields: &Fields, buffers: &EventBuffers, api: Api) -> Result<(), EventError> {
-    // In text mode what stands in the place of an id is a text, and may look like one.
+    // In text mode these are texts, which may look like ids.
     let ids = fields.choice.token_ids.get().filter(|_| !fields.is_text_mode(data));
     let (Some(ids), Some(index)) = (ids, buffers.first_mismatch()) else { return Ok(()) };
     let at = element_at(data, ids.start, index);
     let (id, named) = (excerpt(data, at), buffers.named_ids[index]);
     let named = if named < 0 { "no token id".to_owned() } else { named.to_string() };
-    let message = format!("{id} beside {named} in {}[{index}]: the ids of one event disagree", api.list_path());
+    let message = format!("{id}, but {named} in {}[{index}]: the ids of one event differ", api.list_path());
     Err(EventError::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
 }
 
@@ -172,7 +172,7 @@ pub(super) fn ids(data: &[u8], list: Option<List>, buffers: &EventBuffers) -> Re
     checks::ids(data, &buffers.ids, |index| (element_at(data, list.start, index), format!("{IDS}[{index}]")))
 }
 
-/// The new logprobs; how many are stand-ins for minus infinity, if those are to be kept.
+/// The new logprobs. Returns how many are the substitute for minus infinity, if those are kept.
 pub(super) fn logprobs(
     data: &[u8],
     fields: &Fields,
@@ -188,7 +188,7 @@ pub(super) fn logprobs(
     })
 }
 
-/// Where the logprob of an entry stands; the entry itself, if it has none.
+/// The offset of an entry's logprob; of the entry itself, if it has none.
 fn logprob_at(data: &[u8], entry: usize) -> usize {
     let mut cursor = Cursor::new(data);
     cursor.at = entry;

@@ -1,6 +1,6 @@
-//! Logprobs as vLLM's token endpoint lists them, an object per token, and as completions do, in parallel lists.
+//! vLLM's logprobs: `/inference/v1/generate` sends an object for each token, `/v1/completions` sends parallel lists.
 //!
-//! The id beside a logprob comes as `"token_id": 5` or as `"token": "token_id:5"`, or not at all.
+//! The id beside a logprob is `"token_id": 5`, or `"token": "token_id:5"`, or absent.
 
 use crate::arrays::{NO_TOKEN, next_token};
 use crate::field::{Field, List};
@@ -8,7 +8,7 @@ use crate::json::{Cursor, Peek, Result};
 use crate::text::name;
 use crate::vllm::buffers::{EventBuffers, NO_ID};
 
-/// What is written before an id in place of a token's text.
+/// The prefix of a token's name if it holds the id instead of the text.
 const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Take `content`: `[{"token_id": 5, "logprob": -0.5, …}, …]`.
@@ -27,7 +27,7 @@ pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers)
     })
 }
 
-/// Take `tokens`: `["token_id:5", …]`, or texts, which tell nothing.
+/// Take `tokens`: `["token_id:5", …]`, or texts, which hold no ids.
 pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
     buffers.named_ids.clear();
     next_elements(cursor, buffers, |cursor, buffers| {
@@ -36,7 +36,7 @@ pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) ->
     })
 }
 
-/// Take a list by its elements; `take` tells where one of a wrong shape stands.
+/// Take the elements of a list. `take` returns the offset of an element of a wrong shape.
 #[inline]
 fn next_elements(
     cursor: &mut Cursor<'_>,
@@ -58,7 +58,7 @@ fn next_elements(
     })
 }
 
-/// Stage one entry; its place, if it is nothing of the kind.
+/// Take one entry into the buffers. Returns its offset, if it has another shape.
 #[inline]
 fn next_entry(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Option<usize>> {
     if let Some((id, logprob)) = next_plain_entry(cursor) {
@@ -94,7 +94,7 @@ fn next_entry(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Opt
     Ok(malformed)
 }
 
-/// Take an entry as vLLM writes it, without a blank, in either way; if it is anything else, nothing.
+/// Take an entry in one of the two forms that vLLM writes, without blanks. None, with nothing taken: anything else.
 #[inline]
 fn next_plain_entry(cursor: &mut Cursor<'_>) -> Option<(i32, f64)> {
     let start = cursor.at;
@@ -119,7 +119,7 @@ fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
         id
     };
     cursor.next_exact(br#","logprob":"#)?;
-    // Taken apart at once: a Number that goes through memory costs a stall.
+    // Converted at once: a Number that is written to memory and read back costs a stall.
     let logprob = cursor.next_number().ok()?.as_f64(cursor.data);
     if has_number {
         cursor.next_exact(br#","rank":"#)?;
@@ -129,7 +129,7 @@ fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
     }
     let end = cursor.at;
     cursor.next_exact(br#","top_logprobs":["#)?;
-    // The sampled token comes first among the likely ones, in the same words: they have just been read.
+    // The sampled token is the first of the top logprobs, with the same bytes as before.
     cursor.next_again(start, end)?;
     cursor.next_exact(b"}")?;
     while cursor.next_exact(b"]}").is_none() {
@@ -139,7 +139,7 @@ fn plain_entry(cursor: &mut Cursor<'_>, start: usize) -> Option<(i32, f64)> {
     Some((i32::try_from(id).ok()?, logprob))
 }
 
-/// Take a logprob; NaN for null, and for what is no number, with its place.
+/// Take a logprob. NaN: it is null, or not a number, whose offset is returned.
 #[inline]
 fn next_logprob(cursor: &mut Cursor<'_>, depth: u32) -> Result<(f64, Option<usize>)> {
     match cursor.peek()? {
@@ -152,7 +152,7 @@ fn next_logprob(cursor: &mut Cursor<'_>, depth: u32) -> Result<(f64, Option<usiz
     }
 }
 
-/// Take the name of a token: the id in it, if it is a placeholder.
+/// Take the name of a token. Returns the id in it, if it has one.
 fn next_name(cursor: &mut Cursor<'_>, depth: u32) -> Result<i32> {
     if cursor.peek()? != Peek::String {
         cursor.skip_value(depth)?;

@@ -1,4 +1,4 @@
-//! Reads one vLLM event into its fields.
+//! Parses one vLLM event into its fields.
 
 use crate::arrays::next_tokens;
 use crate::field::{Field, List, Value};
@@ -13,7 +13,8 @@ use crate::vllm::fields::{Choice, Fields, Logprobs, Usage};
 use crate::vllm::keys::{ChoiceKey, EventKey, Key, UsageKey};
 use crate::vllm::logprobs::{next_entries, next_logprobs, next_names};
 
-/// Read one event to its last byte into `fields`, which are at their defaults. Err: where it is not JSON, and why.
+/// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
+/// why.
 pub(super) fn read(
     data: &[u8],
     api: Api,
@@ -56,7 +57,7 @@ impl Reader<'_> {
             };
             let from = self.cursor.at;
             if key.usage().repeats() && self.next_same_value() {
-                // The value was checked and applied with the last event. A version counts for each event's tokens.
+                // The value was checked and applied with the last event. A version also applies to the new tokens.
                 if key == EventKey::WeightVersion {
                     self.fields.versions.weight_version = self.label_since(from);
                 }

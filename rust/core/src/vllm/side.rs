@@ -1,4 +1,4 @@
-//! What rides beside the tokens of a vLLM event.
+//! Side data of a vLLM event.
 
 use crate::arrays::metadata_error;
 use crate::error::EventError;
@@ -13,7 +13,7 @@ use crate::vllm::keys::ChoiceKey;
 const EXPERTS: &str = ChoiceKey::RoutedExperts.path();
 const MASK: &str = ChoiceKey::SamplingMask.path();
 
-/// Read the side data of an event, and check it.
+/// Parse and check the side data of an event.
 pub(super) fn read(
     data: &[u8],
     fields: &Fields,
@@ -50,18 +50,22 @@ fn experts(
     let shape = ExpertShape::of(options, prompt_tokens, total, at, EXPERTS)?;
     let Some(ExpertShape { rows, why, .. }) = shape else { return Ok((array.numbers, None)) };
     if array.shape != [rows, experts.num_layers, experts.top_k] {
-        return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, but {why} were expected", array.shape)));
+        return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, expected {why}", array.shape)));
     }
     check_range(&array.numbers, experts.num_experts, at, EXPERTS)?;
     Ok((array.numbers, Some(rows)))
 }
 
-/// Masks are deltas as the tokens are.
+/// Masks hold only the new tokens.
 fn masks(data: &[u8], value: Span, new: usize) -> Result<Masks, EventError> {
     let masks = sampling_mask(data, value, MASK)?;
     let tokens = masks.offsets.len() - 1;
     if tokens != new {
-        return Err(metadata_error(value.start(), MASK, format!("for {tokens} tokens, but the event brings {new}")));
+        return Err(metadata_error(
+            value.start(),
+            MASK,
+            format!("masks for {tokens} tokens, but the event has {new} new tokens"),
+        ));
     }
     Ok(Masks::Append(masks))
 }

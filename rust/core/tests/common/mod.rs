@@ -1,11 +1,11 @@
-//! Everything that a parser can say about a stream.
+//! The complete outcome of parsing a stream.
 
 use streamfold_core::{Dialect, Error, Generation, Options, Parser};
 
-/// The whole outcome: what was taken, which error came, the counters.
+/// The generation, the error, and the counters.
 pub type Outcome = (Generation, Option<Error>, usize, bool, bool);
 
-/// Read a stream given in parts.
+/// Parse a stream given in parts.
 pub fn read<'a>(parts: impl IntoIterator<Item = &'a [u8]>, dialect: Dialect, options: Options) -> Outcome {
     let mut parser = Parser::new(dialect, options);
     let mut error = None;

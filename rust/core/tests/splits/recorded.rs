@@ -1,4 +1,4 @@
-//! Every body that a real engine sent gives the same, however it is cut.
+//! Recorded bodies of real engines give the same result, however they are split.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ fn bodies() -> Vec<PathBuf> {
 }
 
 #[test]
-fn any_cut_of_a_recorded_stream_gives_the_same() {
+fn any_split_of_a_recorded_stream_gives_the_same() {
     let mut engines = [0; 2];
     for path in bodies() {
         let body = std::fs::read(&path).expect("readable");

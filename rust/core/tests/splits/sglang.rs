@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use crate::streams::{endings, prompts, texts, tokens};
 
-/// A stream as SGLang writes it: what each event brings, and how.
+/// A stream as SGLang writes it.
 pub fn streams() -> impl Strategy<Value = Vec<u8>> {
     let finishes = prop::sample::select(vec![
         r#"{"type":"stop","matched":2}"#,

@@ -1,13 +1,13 @@
-//! Streams as the engines write them, sound and damaged, and ways to cut them.
+//! Random streams as the engines write them, valid and damaged, and a function that splits them.
 
 use proptest::prelude::*;
 use streamfold_core::{Clamped, Dialect, Dtype, Experts, Options};
 
 use crate::{sglang, vllm};
 
-/// Cut `body` at each of `cuts`, taken modulo its length.
-pub fn cut<'a>(body: &'a [u8], cuts: &[usize]) -> Vec<&'a [u8]> {
-    let mut places: Vec<_> = cuts.iter().map(|place| place % (body.len() + 1)).collect();
+/// Split `body` at each of `places`, taken modulo its length.
+pub fn split<'a>(body: &'a [u8], places: &[usize]) -> Vec<&'a [u8]> {
+    let mut places: Vec<_> = places.iter().map(|place| place % (body.len() + 1)).collect();
     places.sort_unstable();
     let mut parts = Vec::new();
     let mut rest = 0;
@@ -39,7 +39,7 @@ pub fn options() -> impl Strategy<Value = Options> {
         })
 }
 
-/// A stream, and a dialect that it is read in: seldom another one than its own.
+/// A stream and the dialect to parse it as, in some cases the wrong one.
 pub fn streams() -> impl Strategy<Value = (Dialect, Vec<u8>)> {
     let spoken = prop_oneof![
         sglang::streams().prop_map(|body| (Dialect::Sglang, body)),
@@ -50,12 +50,12 @@ pub fn streams() -> impl Strategy<Value = (Dialect, Vec<u8>)> {
     (spoken, others).prop_map(|((dialect, body), other)| (other.unwrap_or(dialect), body))
 }
 
-/// What stands between events.
+/// What separates events.
 pub fn endings() -> impl Strategy<Value = &'static str> {
     prop::sample::select(vec!["\n\n", "\r\n\r\n", "\r\r", "\n\r\n", "\n: ping\n\n", "\nid: 7\n\n"])
 }
 
-/// Ids with logprobs as they are spelled.
+/// Ids, and logprobs as text.
 pub fn tokens() -> impl Strategy<Value = Vec<(i32, &'static str)>> {
     let logprobs = vec!["-0.5", "-0.25", "0.0", "-0.0", "-1e-05", "-9999.0", "-3.4028234663852886e+38"];
     prop::collection::vec((0..3_i32, prop::sample::select(logprobs)), 0..4)
@@ -67,12 +67,12 @@ pub fn prompts() -> impl Strategy<Value = Vec<&'static str>> {
     prop::collection::vec(prop::sample::select(lists), 1..4)
 }
 
-/// Texts that are cut badly.
+/// Texts that are critical to split or to decode.
 pub fn texts() -> impl Strategy<Value = &'static str> {
     prop::sample::select(vec!["a", "é", "\u{2028}", "😀", "\\n", "\\ud83d\\ude00", "data: [DONE]", ""])
 }
 
-/// A stream with a few bytes changed, doubled or left out.
+/// A stream with a few bytes changed, inserted or removed.
 pub fn damaged_streams() -> impl Strategy<Value = (Dialect, Vec<u8>)> {
     let damage = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..4_u8), 0..4);
     (streams(), damage).prop_map(|((dialect, mut body), damage)| {

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use crate::streams::{endings, prompts, texts, tokens};
 
-/// How a stream of vLLM's ends, and how it is spelled.
+/// How a vLLM stream ends, and in which form it is written.
 #[derive(Clone, Copy, Debug)]
 struct Spelling {
     finish: &'static str,
