@@ -79,11 +79,11 @@ FUZZ_FLAGS := --cfg fuzzing -C codegen-units=1 -C passes=sancov-module \
   -C llvm-args=-sanitizer-coverage-level=4 -C llvm-args=-sanitizer-coverage-inline-8bit-counters \
   -C llvm-args=-sanitizer-coverage-pc-table -C llvm-args=-sanitizer-coverage-trace-compares
 
-fuzz:  ## Fuzz the parser, FUZZ_SECONDS=20 for each target (needs a C++ compiler)
+fuzz:  ## Fuzz the parser and the HTTP exchange, FUZZ_SECONDS=20 for each target (needs a C++ compiler)
 	@cd rust/fuzz; \
 	host=$$(rustc -vV | sed -n 's/^host: //p'); \
 	RUSTFLAGS="$(FUZZ_FLAGS)" $(CARGO) build --release --locked --target "$$host"; \
-	for target in parse split; do \
+	for target in parse split exchange; do \
 	  echo "$$target: $(FUZZ_SECONDS) s"; \
 	  mkdir -p "corpus/$$target" "artifacts/$$target"; \
 	  "target/$$host/release/$$target" "corpus/$$target" ../../tests/data -artifact_prefix="artifacts/$$target/" \
@@ -114,7 +114,7 @@ $(TOOLS): pyproject.toml
 	$(BIN)/python -m pip install --quiet --group dev
 	touch $@
 
-RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust/core rust/py -name Cargo.toml -o -path '*/src*')
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust/core rust/io rust/py -name Cargo.toml -o -path '*/src*')
 # The extension may vanish (git clean) while the environment stays.
 $(BUILT): $(TOOLS) $(RUST_SOURCES) $(if $(wildcard python/streamfold/_core*.so),,FORCE)
 	command -v $(CARGO) >/dev/null || { echo "streamfold needs a Rust toolchain: install one with rustup"; exit 1; }
