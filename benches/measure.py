@@ -154,7 +154,8 @@ async def abort(client: Product, job: Job) -> Figures:
         took.append(loop.time() - started)
 
     await asyncio.gather(*[end(index) for index in range(len(calls))])
-    assert all([(await call).finish_reason == "abort" for call in calls]), "the response was too short"
+    reasons = {(await call).finish_reason for call in calls}
+    assert reasons <= {"abort", None}, f"the response was too short: {reasons}"  # None: closed before its last event
     return {"abort_p50": float(np.percentile(took, 50)), "abort_p99": float(np.percentile(took, 99))}
 
 

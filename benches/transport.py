@@ -143,12 +143,12 @@ def _calls(at_once: int, waves: int) -> Row:
     )
 
 
-def _aborts(streams: int) -> Row:
+def _aborts(streams: int, tick: float) -> Row:
     abort = Figure(key="abort_p99", name="abort, p99", unit="ms", scale=1e3, aim=5)
     middle = Figure(key="abort_p50", name="abort, median", unit="ms", scale=1e3)
     return Row(
-        name=f"{streams} streams aborted one by one within a second",
-        pace=Pace(streams=streams, tick=0.02),
+        name=f"{streams} streams, 1 token every {tick * 1e3:g} ms, aborted one by one within a second",
+        pace=Pace(streams=streams, tick=tick),
         streams=streams,
         tokens=3000,
         kind="abort",
@@ -209,8 +209,8 @@ ROWS: Final = [
         per="call",
         figures=[Figure(key="cpu_of_each", name="Python of a call", unit="µs", scale=1e6, aim=120)],
     ),
-    _aborts(64),
-    _aborts(512),
+    _aborts(64, 0.02),
+    _aborts(512, 0.2),
     Row(
         name="512 streams, 1 token every 20 ms, beside a busy Python thread",
         pace=Pace(streams=512, tick=0.02),
