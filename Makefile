@@ -5,9 +5,16 @@ PYTHON ?= python3
 CARGO ?= cargo
 FUZZ_SECONDS ?= 20
 BENCH_ARGS ?=
+# The last two parts of make bench take two hours in full: TRANSPORT_ARGS= SCALE_ARGS=
+TRANSPORT_ARGS ?= --quick
+SCALE_ARGS ?= --quick
 TEST_ARGS ?=
 # Processes that run Python tests side by side; many tests wait for servers, so two cores are worth three.
 TEST_JOBS ?= 3
+
+# The benchmarks' server is a workspace of its own; benches/server.py builds it to the same place.
+BENCH_SERVER_ARGS := --release --locked --manifest-path benches/server/Cargo.toml --target-dir target/bench-server
+BENCH_SERVER := target/bench-server/release/bench-server
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,13 +41,14 @@ help:  ## Print this list
 demo: $(BUILT)  ## Two rollouts on two loopback engines: abort, keep, resume; checks that no token is lost
 	$(BIN)/streamfold demo
 
-test: $(BUILT)  ## Run the Rust and Python tests (without torch)
+test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch)
 	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
 	  $(CARGO) nextest run --workspace --locked; \
 	else \
 	  $(CARGO) test --workspace --locked --all-targets; \
 	fi
 	$(CARGO) test --workspace --locked --doc
+	$(CARGO) test --quiet $(BENCH_SERVER_ARGS)
 	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
 
 test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB)
@@ -49,7 +57,9 @@ test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a d
 lint: $(BUILT)  ## Check formats, lints, types, import layers, complexity, and the stub against the compiled module
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path rust/fuzz/Cargo.toml --check
+	$(CARGO) fmt --manifest-path benches/server/Cargo.toml --check
 	$(CARGO) clippy --workspace --all-targets --locked -- --deny warnings
+	$(CARGO) clippy $(BENCH_SERVER_ARGS) --all-targets -- --deny warnings
 	RUSTDOCFLAGS="--deny warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -62,14 +72,16 @@ lint: $(BUILT)  ## Check formats, lints, types, import layers, complexity, and t
 
 check: lint test test-torch  ## Everything that a change must pass
 
-bench: $(BUILT)  ## Measure against what people run today, and write benches/RESULTS.md (about 8 minutes)
+bench: $(BUILT) $(BENCH_SERVER)  ## Measure against what people run today, and write benches/RESULTS.md (about half an hour)
 	mkdir -p target
 	$(BIN)/pytest benches/bench_*.py --timeout 900 --benchmark-quiet --benchmark-json target/bench.json $(BENCH_ARGS)
-	$(BIN)/python -m benches.report target/bench.json >target/RESULTS.md
+	$(BIN)/python -m benches.transport --out target/transport.md $(TRANSPORT_ARGS)
+	$(BIN)/python -m benches.scale --out target/scale.md $(SCALE_ARGS)
+	$(BIN)/python -m benches.report target/bench.json target/transport.md target/scale.md >target/RESULTS.md
 	mv target/RESULTS.md benches/RESULTS.md
 	cat benches/RESULTS.md
 
-soak: $(BUILT)  ## Run the tests at their full counts (long)
+soak: $(BUILT) $(BENCH_SERVER)  ## Run the tests at their full counts (long)
 	PROPTEST_CASES=20000 $(CARGO) test --workspace --locked --release
 	STREAMFOLD_SOAK=1 $(BIN)/pytest --timeout 3600 $(TEST_ARGS)
 
@@ -119,6 +131,10 @@ RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust/core rust/io rust/py -na
 $(BUILT): $(TOOLS) $(RUST_SOURCES) $(if $(wildcard python/streamfold/_core*.so),,FORCE)
 	command -v $(CARGO) >/dev/null || { echo "streamfold needs a Rust toolchain: install one with rustup"; exit 1; }
 	PIP_QUIET=1 $(BIN)/maturin develop --release --extras loopback
+	touch $@
+
+$(BENCH_SERVER): benches/server/Cargo.toml benches/server/Cargo.lock $(wildcard benches/server/src/*.rs)
+	$(CARGO) build --quiet $(BENCH_SERVER_ARGS)
 	touch $@
 
 $(TORCH): $(BUILT)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from benches.baseline import generate_by_lines
-from benches.server import serving
+from benches.server import PAUSE, Pace, serving
 from streamfold.slime import generate_streaming
 from support.host import arguments, installed
 from support.host.slime.utils.types import Sample
@@ -34,6 +34,13 @@ PROMPT: Final = list(range(512))  # as many as the replies say
 TURNS: Final = {("incremental", 20): 5, ("incremental", 1): 3, ("cumulative", 20): 3, ("cumulative", 1): 1}
 WAYS: Final = ("streamfold", "host")
 CASES: Final = [(stream, turn, way) for stream, turns in TURNS.items() for turn in range(turns) for way in WAYS]
+# A connection for each sample, as this package makes it today.
+_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+def pace(mode: str, per_event: int) -> Pace:
+    """One event after the other, with a pause before each."""
+    return Pace(per_event=per_event, tick=PAUSE, cumulative=mode == "cumulative")
 
 
 class Adapters:
@@ -43,7 +50,7 @@ class Adapters:
         self.mode, self.per_event, self.tokens = mode, per_event, tokens
         self._args: SimpleNamespace = arguments(url)
         self._params = {"max_new_tokens": tokens, "temperature": 1.0}
-        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
+        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=_LIMITS)
         self._loop = asyncio.new_event_loop()
         self._incremental = mode == "incremental"
         self.first = {way: self.ask(way) for way in WAYS}
@@ -82,7 +89,7 @@ def adapters_of() -> Iterator[Callable[[str, int], Adapters]]:
 
         @functools.cache
         def made(mode: str, per_event: int) -> Adapters:
-            adapters = Adapters(mode, per_event, stack.enter_context(serving(mode, TOKENS, per_event)))
+            adapters = Adapters(mode, per_event, stack.enter_context(serving(pace(mode, per_event))))
             stack.callback(adapters.close)
             return adapters
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from benches.bench_adapter import WAYS, Adapters
-from benches.server import serving
+from benches.server import Pace, serving
 from support.descriptors import room_for
 from support.host import installed
 
@@ -29,7 +29,7 @@ CASES: Final = [(turn, way) for turn in range(TURNS) for way in WAYS]
 @pytest.fixture(scope="module", params=HELD)
 def adapters(request: pytest.FixtureRequest) -> Iterator[tuple[int, Adapters]]:
     streams: int = request.param
-    with installed(), room_for(2 * streams), serving("incremental", TOKENS, TOKENS, pause=HELD[streams]) as url:
+    with installed(), room_for(2 * streams), serving(Pace(per_event=TOKENS, hold=HELD[streams])) as url:
         made = Adapters("incremental", TOKENS, url, tokens=TOKENS)
         yield streams, made
         made.close()

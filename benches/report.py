@@ -1,4 +1,7 @@
-"""Writes RESULTS.md to standard output from pytest-benchmark's JSON: ``python -m benches.report FILE``."""
+"""Writes RESULTS.md to standard output: ``python -m benches.report FILE [SECTION...]``.
+
+``FILE`` is pytest-benchmark's JSON; each ``SECTION`` is Markdown that ``benches.transport`` or ``benches.scale`` wrote.
+"""
 
 from __future__ import annotations
 
@@ -135,4 +138,6 @@ def _machine(info: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(report(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), measure())))
+    lines = list(report(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), measure()))
+    lines += ["\n" + Path(section).read_text(encoding="utf-8").rstrip("\n") for section in sys.argv[2:]]
+    print("\n".join(lines))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benches.bench_adapter import PROMPT, TURNS, WAYS, Adapters
+from benches.bench_adapter import PROMPT, TURNS, WAYS, Adapters, pace
 from benches.report import report
-from benches.server import serving
+from benches.server import Pace, serving
+from support.cargo import needs_cargo
 from support.host import installed
 
 
+@needs_cargo
 @pytest.mark.parametrize(("mode", "per_event"), TURNS)
 def test_both_ways_make_the_same_sample(mode: str, per_event: int) -> None:
-    with installed(), serving(mode, 65, per_event) as url:
+    with installed(), serving(pace(mode, per_event)) as url:
         adapters = Adapters(mode, per_event, url, tokens=65)
         try:
             ours, theirs = (adapters.first[way] for way in WAYS)
@@ -25,8 +27,9 @@ def test_both_ways_make_the_same_sample(mode: str, per_event: int) -> None:
     assert len(ours.rollout_log_probs or []) == 65
 
 
+@needs_cargo
 def test_many_samples_at_once_are_each_as_one_alone() -> None:
-    with installed(), serving("incremental", 20, 20, pause=0.3) as url:
+    with installed(), serving(Pace(per_event=20, hold=0.3)) as url:
         adapters = Adapters("incremental", 20, url, tokens=20)
         try:
             for way in WAYS:

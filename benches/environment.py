@@ -1,0 +1,32 @@
+"""Where figures were measured: date, command, machine, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PACKAGES: Final = ("streamfold", "httpx", "aiohttp", "uvloop", "orjson", "numpy")
+
+
+def described(command: str) -> Iterator[str]:
+    """Give the lines of a list."""
+    yield f"- `{command}` on {datetime.now(timezone.utc):%Y-%m-%d}"
+    yield f"- {_cpu()}, {os.cpu_count()} cores, {platform.system()} {platform.release()} {platform.machine()}"
+    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    yield f"- {platform.python_implementation()} {platform.python_version()}, {packages}"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
