@@ -49,7 +49,7 @@ def test_lengths_that_agree_are_accepted(kind: Any) -> None:
         ({"rollout_top_p_token_offsets": np.array([1, 2, 3], np.int32)}, "start at 0, end at 3"),
         ({"rollout_top_p_token_offsets": np.array([0, 2, 2], np.int32)}, "start at 0, end at 3"),
         ({"rollout_top_p_token_offsets": np.array([0, 4, 3], np.int32)}, "never decrease"),
-        ({"rollout_routed_experts": np.zeros((5, 2, 1), np.int32)}, "has 5 rows, but there are 5 tokens"),
+        ({"rollout_routed_experts": np.zeros((5, 2, 1), np.int32)}, "has 5 rows, but at most 4 fit 5 tokens"),
     ],
 )
 def test_lengths_that_disagree_are_refused_with_both_numbers(kind: Any, changed: dict[str, Any], message: str) -> None:
