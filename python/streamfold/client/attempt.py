@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import ssl
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import httpx
 
@@ -39,6 +39,7 @@ _NETWORK_ERRORS = (httpx.TransportError, OSError)  # httpx lets some TLS errors 
 
 _Phase = Literal["first_token", "next_token", "trailing"]
 
+_AT_REST = (State.IDLE, State.DONE, State.ABORTED)
 _STREAMING = State.STREAMING  # compared at each event of a stream
 
 
@@ -72,15 +73,15 @@ class Attempt:
         self._control = control
         self._timeouts = timeouts
         self._generation: Generation | None = None
-        self._loop = loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
 
         self._state = State.IDLE
-        self._settled: asyncio.Future[None] | None = None  # once it was started
+        self._settled = _Once()
         self._connection = Connection(transport, on_connected=self._on_connected, on_sent=self._on_sent)
         self._check_abort: Callable[[], bool] = _never
         # For the abort request, which may have to be repeated:
-        self._responded: asyncio.Future[None] = loop.create_future()  # headers were received, or never will be
-        self._finished: asyncio.Future[None] = loop.create_future()  # the terminal event was received
+        self._responded = _Once()  # headers were received, or never will be
+        self._finished = _Once()  # the terminal event was received
         self._trailing_bytes = 0
         self._parser_failed = False
 
@@ -109,7 +110,6 @@ class Attempt:
                 leave if this is true, and again right after. It calls :meth:`abort` itself.
         """
         self._check_abort = check_abort
-        self._settled = self._loop.create_future()
         self._on(Event.START)
         try:
             await self._exchange(request)
@@ -126,18 +126,18 @@ class Attempt:
     def _end(self, error: BaseException | None = None) -> None:
         """Nothing more is read."""
         self._check_abort = _never
-        self._set_responded()
+        self._responded.set()
         self._set_phase(None, None)
         if error is None:
             self._on(Event.ENDED)
         else:
-            self.fail(error)
+            self._fail(Event.FAILED, error)
 
     async def finish(self) -> Generation:
         """After :meth:`run`: wait until an abort request has been sent, if one has to be; return what was received."""
-        if self._settled is not None:
-            if not self._settled.done():
-                await asyncio.wait({self._settled})
+        if self._state not in _AT_REST:
+            await asyncio.wait({self._settled.future()})
+        if self._connection.stopped:
             await self._connection.wait_closed()
         return self.take()
 
@@ -164,8 +164,11 @@ class Attempt:
         """End an abort's drain, and shorten its wait for the engine's answer."""
         self._on(Event.HASTEN)
 
-    def fail(self, error: BaseException, event: Event = Event.FAILED) -> None:
-        """End with ``error``, unless it failed before or is being aborted."""
+    def fail(self, error: BaseException) -> None:
+        """Before or after :meth:`run`: end with ``error``, unless it failed before or is being aborted."""
+        self._fail(Event.FAILED, error)
+
+    def _fail(self, event: Event, error: BaseException) -> None:
         if self._state not in ABORTING:
             self.error = self.error or error
         self._on(event)
@@ -176,36 +179,17 @@ class Attempt:
         """Make the transition that the table names."""
         self._state, actions = TABLE[self._state][event]
         for action in actions:
-            self._execute(action)
+            self._actions[action](self)
 
-    def _execute(self, action: Action) -> None:
-        match action:
-            case Action.CONNECT | Action.SEND:
-                pass  # httpx does both in one await: see _exchange(), _on_connected() and _on_sent()
-            case Action.SEND_ABORT:
-                self._send_abort()
-            case Action.CLOSE:
-                self._connection.close_soon()
-            case Action.SETTLE:
-                self._settle()
-            case Action.ARM_FIRST_TOKEN:
-                self._set_phase("first_token", self._timeouts.first_token)
-            case Action.ARM_NEXT_TOKEN:
-                self._set_phase("next_token", self._timeouts.next_token)
-            case Action.ARM_REST:
-                self._set_phase("trailing", _TRAILING_SECONDS)
-            case Action.DISARM:
-                self._set_phase(None, None)
-            case Action.ARM_REPLY:
-                self._set_abort_timer(Event.REPLY_EXPIRED, _ABORT_REPLY_SECONDS)
-            case Action.HURRY_REPLY:
-                self._hurry_reply()
-            case Action.ARM_DRAIN:
-                self._arm_drain()
+    def _leave_to_httpx(self) -> None:
+        """Nothing: httpx connects and sends in one await, see :meth:`_exchange` and :meth:`_on_sent`."""
 
     def _send_abort(self) -> None:
         sending = self._control.send_abort(
-            self.rid, done=self._finished, responded=self._responded, has_tokens=self.token_count > 0
+            self.rid,
+            done=self._finished.future(),
+            responded=self._responded.future(),
+            has_tokens=self.token_count > 0,
         )
         sending.add_done_callback(self._on_abort_answered)
 
@@ -214,8 +198,7 @@ class Attempt:
 
     def _settle(self) -> None:
         self._stop_abort_timer()
-        if self._settled is not None:
-            self._settled.set_result(None)
+        self._settled.set()
 
     # The exchange.
 
@@ -237,7 +220,7 @@ class Attempt:
             ) from error
         except Exception as error:
             raise EngineError(f"no reply from {url}: {_describe(error)}", retryable=_is_transient(error)) from error
-        self._set_responded()
+        self._responded.set()
         self._check_abort()
         streams = is_stream(response)
         self._on(head_event(response.status_code, is_stream=streams))
@@ -273,10 +256,6 @@ class Attempt:
         self.sent_at = self._loop.time()
         self._loop.call_soon(self._check_abort)  # the host's flag may have been set meanwhile
 
-    def _set_responded(self) -> None:
-        if not self._responded.done():
-            self._responded.set_result(None)
-
     def _feed(self, chunk: bytes) -> None:
         """Parse the next bytes of the body."""
         if self._phase == "trailing":
@@ -289,14 +268,14 @@ class Attempt:
             new_tokens = self._parser.feed(chunk)
         except StreamfoldError as error:
             self._parser_failed = True
-            self.fail(error, Event.ERROR_EVENT if isinstance(error, EngineError) else Event.DECODE_ERROR)
+            self._fail(Event.ERROR_EVENT if isinstance(error, EngineError) else Event.DECODE_ERROR, error)
             return
         if new_tokens:
             self.last_token_at = self._loop.time()
             self.first_token_at = min(self.first_token_at, self.last_token_at)
         if self._parser.finished:
-            if not self._finished.done():
-                self._finished.set_result(None)
+            if not self._finished.is_set:
+                self._finished.set()
                 self._on(Event.FINISHED)
         elif new_tokens:
             if self._state is _STREAMING:
@@ -330,7 +309,7 @@ class Attempt:
             limit = getattr(self._timeouts, self._phase)
             awaited = self._phase.replace("_", " ")
             error = EngineTimeout(f"no {awaited} within {limit:g} s (Timeouts.{self._phase})", phase=self._phase)
-            self.fail(error, Event.TOKEN_EXPIRED)
+            self._fail(Event.TOKEN_EXPIRED, error)
 
     def _set_abort_timer(self, event: Event, seconds: float) -> None:
         self._stop_abort_timer()
@@ -352,6 +331,43 @@ class Attempt:
         else:
             self._stop_abort_timer()
             self._on(Event.DRAIN_EXPIRED)
+
+    _actions: ClassVar[dict[Action, Callable[[Attempt], None]]] = {
+        Action.CONNECT: _leave_to_httpx,
+        Action.SEND: _leave_to_httpx,
+        Action.SEND_ABORT: _send_abort,
+        Action.CLOSE: lambda self: self._connection.close_soon(),
+        Action.SETTLE: _settle,
+        Action.ARM_FIRST_TOKEN: lambda self: self._set_phase("first_token", self._timeouts.first_token),
+        Action.ARM_NEXT_TOKEN: lambda self: self._set_phase("next_token", self._timeouts.next_token),
+        Action.ARM_REST: lambda self: self._set_phase("trailing", _TRAILING_SECONDS),
+        Action.DISARM: lambda self: self._set_phase(None, None),
+        Action.ARM_REPLY: lambda self: self._set_abort_timer(Event.REPLY_EXPIRED, _ABORT_REPLY_SECONDS),
+        Action.HURRY_REPLY: _hurry_reply,
+        Action.ARM_DRAIN: _arm_drain,
+    }
+
+
+class _Once:
+    """Something that happens once, with a future that is created only if it is awaited."""
+
+    __slots__ = ("_future", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._future: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self.is_set = True
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def future(self) -> asyncio.Future[None]:
+        if self._future is None:
+            self._future = asyncio.get_running_loop().create_future()
+            if self.is_set:
+                self._future.set_result(None)
+        return self._future
 
 
 def _never() -> bool:

@@ -44,7 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["ABORTING", "TABLE", "Action", "Event", "State", "Transition", "head_event"]
 
 
-class State(Enum):
+class _Key(Enum):
+    """An enum whose members are fast keys: Enum's own hash is a function in Python."""
+
+    __hash__ = object.__hash__
+
+
+class State(_Key):
     """What a try waits for."""
 
     IDLE = auto()  # its turn: nothing was started
@@ -74,7 +80,7 @@ class State(Enum):
     ABORTED = auto()  # nothing: settled by an abort, or by a failure that needed one
 
 
-class Event(Enum):
+class Event(_Key):
     """What happened."""
 
     START = auto()
@@ -98,7 +104,7 @@ class Event(Enum):
     ABORT_ANSWERED = auto()  # by the engine, or it failed
 
 
-class Action(Enum):
+class Action(_Key):
     """What the driver has to do, at once."""
 
     CONNECT = auto()  # open the connection, within the connect timeout

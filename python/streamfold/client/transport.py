@@ -201,10 +201,16 @@ class Connection:
         self.stopped = True
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self.close())
+            self._closing.add_done_callback(self._after_closing)
+
+    def _after_closing(self, closing: asyncio.Task[None]) -> None:
+        if closing.cancelled():  # as the event loop is torn down; it may not have made its first step
+            self._closing = None
+            self.close_soon()
 
     async def wait_closed(self) -> None:
         """Wait until what :meth:`close_soon` started is done."""
-        if self._closing is not None:
+        while self._closing is not None and not self._closing.done():
             await asyncio.wait({self._closing})
 
     async def _trace(self, name: str, info: dict[str, Any]) -> None:
