@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold import Client, EngineError, Retries, StreamTruncated
+from streamfold import Client, DecodeError, EngineError, Retries, StreamTruncated
 from streamfold.loopback import Loopback, Router
 from streamfold.samples.sample import Sample
 from support.bodies_vllm import usage_event
 from support.completing import SOON, answers, completed, sample_of
-from support.replay import ASKED, DONE, PROMPT, Request, answer_json, begun, chunk, head, stream, until
+from support.replay import ASKED, DONE, HANG, PROMPT, Request, answer_json, begun, chunk, head, stream, until
 from support.speaking import OLD_VLLM, SPEECHES, VLLM
 
 if TYPE_CHECKING:
@@ -108,6 +108,17 @@ async def test_a_count_after_the_end_that_contradicts_the_tokens_makes_the_sampl
         sample = await completed(client, sample_of())
     assert [VLLM.ids(request) for request in server.generates] == [PROMPT] * 2
     assert sample.tokens == [*PROMPT, 10, 11, 12]
+
+
+async def test_a_count_that_contradicts_the_tokens_ends_the_call_even_if_the_body_does_not_end() -> None:
+    steps: list[Step] = [head(), *map(chunk, VLLM.events(2)), chunk(usage_event(3)), HANG]
+    async with VLLM.replay(steps) as server, VLLM.client(server.url, retries=ONCE) as client:
+        with pytest.raises(DecodeError) as raised:
+            await asyncio.wait_for(client.generate(PROMPT, ASKED), 5)
+        assert raised.value.partial is not None
+        assert raised.value.partial.token_ids.tolist() == [1, 2]
+        assert server.aborts == [], "the engine has finished"
+        await until(lambda: server.open == 0)
 
 
 # Servers without endpoints to abort.

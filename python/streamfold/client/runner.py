@@ -168,8 +168,9 @@ class CallRunner:
             return
         self._abort.set()
         self._slots.leave(self._slot)
+        connecting = self._attempt.connecting
         self._attempt.abort(self._drain if drain is None else drain)
-        if self._attempt.connecting:
+        if connecting:
             self._finish()  # the pump waits until the connection opens or fails; the callers need not
 
     @staticmethod

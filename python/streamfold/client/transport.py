@@ -80,17 +80,27 @@ class Connection:
 
     Args:
         transport: carries the request.
+        on_connected: called once the network stream is shown, at the latest right before ``on_sent``.
         on_sent: called right before the request is sent. It may raise :class:`Stopped`.
 
     Attributes:
+        connected: whether the network stream was shown, or the request has left.
         sent: whether the request has left.
         stopped: whether :meth:`close` was called.
     """
 
-    def __init__(self, transport: httpx.AsyncBaseTransport, *, on_sent: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        transport: httpx.AsyncBaseTransport,
+        *,
+        on_connected: Callable[[], None] | None = None,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        self.connected: bool = False
         self.sent: bool = False
         self.stopped: bool = False
         self._transport = transport
+        self._on_connected = on_connected
         self._on_sent = on_sent
         self._shows_stream = type(transport) is httpx.AsyncHTTPTransport
         self._stream: Any = None
@@ -102,7 +112,7 @@ class Connection:
     @property
     def connecting(self) -> bool:
         """Whether the connection is being opened and has no stream yet: only the connect timeout can end it."""
-        return self._shows_stream and self._task is not None and self._stream is None and not self.sent
+        return self._shows_stream and self._task is not None and not self.connected
 
     async def send(self, request: httpx.Request) -> httpx.Response:
         """Send ``request`` and return the response as soon as its headers were received.
@@ -191,6 +201,17 @@ class Connection:
         self.stopped = True
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self.close())
+            self._closing.add_done_callback(self._after_closing)
+
+    def _after_closing(self, closing: asyncio.Task[None]) -> None:
+        if closing.cancelled():  # as the event loop is torn down; it may not have made its first step
+            self._closing = None
+            self.close_soon()
+
+    async def wait_closed(self) -> None:
+        """Wait until what :meth:`close_soon` started is done."""
+        while self._closing is not None and not self._closing.done():
+            await asyncio.wait({self._closing})
 
     async def _trace(self, name: str, info: dict[str, Any]) -> None:
         module, step, state = name.rsplit(".", 2)
@@ -198,6 +219,7 @@ class Connection:
             return
         if step in _CONNECT_STEPS and state == "complete":
             self._stream = info["return_value"]
+            self._mark_connected()
         if self.stopped and not self.sent:
             if self._stream is not None:
                 await self._stream.aclose()
@@ -207,8 +229,15 @@ class Connection:
                 self._stream = None
             self._mark_sent()
 
+    def _mark_connected(self) -> None:
+        if not self.connected:
+            self.connected = True
+            if self._on_connected is not None:
+                self._on_connected()
+
     def _mark_sent(self) -> None:
         if not self.sent:
+            self._mark_connected()
             self.sent = True
             if self._on_sent is not None:
                 self._on_sent()
