@@ -70,6 +70,8 @@ def test_values_are_read_from_python_yaml_and_the_shell(
         ("resume", "maybe", "must be one of continue, restart, raise; not 'maybe'"),
         ("resume", None, "must be one of continue, restart, raise; not None"),
         ("tries", 0, "must be a whole number, 1 or more; not 0"),
+        ("tries", True, "must be a whole number, 1 or more; not True"),
+        ("timeout_connect", 10**400, "must be a number of seconds, 0 or more, or none; not 10+"),
         ("tries", 1.5, "must be a whole number, 1 or more; not 1.5"),
         ("tries", [1], r"must be a whole number, 1 or more; not \[1\]"),
         ("concurrency", None, "must be a whole number, 1 or more; not None"),

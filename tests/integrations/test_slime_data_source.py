@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import json
 import logging
 import pickle
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +172,16 @@ def test_a_restart_gives_first_what_was_in_flight_or_waited_and_then_the_next_pr
     assert [exactly(vars(sample)) for group in got[:5] for sample in group] == before
     assert identities(got[5:]) == undisturbed(args, 12)[8 * 2 :]
     assert [group[0].group_index for group in got[5:]] == [8, 9, 10, 11]
+
+
+def test_metadata_of_any_type_is_itself_again_after_a_restart(args: SimpleNamespace) -> None:
+    source = source_of(args)
+    (group,) = source.get_samples(1)
+    partially_done(group)[0].metadata = {"since": dt.date(2026, 1, 2), "counts": Counter("aab")}
+    source.add_samples([group])
+    source.save(0)
+    (again,) = source_of(args, loads=0).get_samples(1)
+    assert again[0].metadata == {"since": dt.date(2026, 1, 2), "counts": Counter("aab")}
 
 
 @pytest.mark.parametrize("fate", ["missing", "older", "later", "damaged"])

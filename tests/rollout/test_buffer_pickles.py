@@ -242,13 +242,35 @@ def test_a_pickle_that_runs_code_is_not_run_unless_the_file_is_trusted(path: Pat
     assert folder.exists()
 
 
+HOSTILE_INDEXES = {
+    "bytes behind the data": {"$": ["bytes", "|u1", [256], 1_000_000]},
+    "more bytes than there are": {"$": ["list", "|i1", [1 << 40], 0]},
+    "a negative shape": {"$": ["list", "|i1", [-8], 0]},
+    "a negative offset": {"$": ["bytes", "|u1", [1], -1]},
+    "the same bytes for many values": [{"$": ["list", "|i1", [16], 0]}] * 4,
+    "an unknown kind": {"$": ["module", "os"]},
+    "no kind": {"$": []},
+    "a shape that is none": {"$": ["bytes", "|u1", "x", 0]},
+    "an unknown dtype": {"$": ["bytes", "nonsense", [1], 0]},
+}
+
+
+@pytest.mark.parametrize("index", HOSTILE_INDEXES.values(), ids=HOSTILE_INDEXES)
+def test_an_index_that_streamfold_never_writes_is_refused_before_memory_is_taken(index: Any, path: Path) -> None:
+    data = b"streamfold buffer 1\n" + bytes(16)
+    body = data + orjson.dumps({"value": index}) + len(data).to_bytes(8, "little")
+    path.write_bytes(body + hashlib.sha256(body).digest())
+    with pytest.raises(ValueError, match="was not written by streamfold"):
+        serialization.load(path, trusted=False)
+
+
 def test_a_pickle_in_a_file_that_claims_format_1_is_not_run(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     serialization.save(path, {"value": Hostile(folder)})
     body = path.read_bytes()[:-32].replace(b"buffer 2\n", b"buffer 1\n")
     path.write_bytes(body + hashlib.sha256(body).digest())
     for trusted in (False, True):
-        with pytest.raises(KeyError):
+        with pytest.raises(ValueError, match="was not written by streamfold"):
             serialization.load(path, trusted=trusted)
     assert not folder.exists()
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold import Client, CompletionOptions, Generation, Sample, complete, merge
+from streamfold import Client, CompletionOptions, Experts, Generation, Retries, Sample, complete, merge
 from streamfold.loopback import Loopback
-from support.completing import sample_of
-from support.replay import DONE, stream, until
+from support.completing import answers, sample_of
+from support.replay import DONE, FIN, PROMPT, event, stream, until
+from support.speaking import SGLANG
 
 if TYPE_CHECKING:
     from support.speaking import Speech
@@ -71,3 +72,51 @@ def test_a_generation_that_does_not_fit_leaves_the_sample_without_ids() -> None:
     with pytest.raises(ValueError, match="9"):
         merge(sample, generation)
     assert (sample.tokens, sample.response_length) == ([], 0)
+
+
+@pytest.mark.parametrize("tokens", [[], PROMPT], ids=["without ids", "with ids"])
+async def test_a_prompt_that_is_the_same_in_each_request_is_never_continued_by_a_response(tokens: list[int]) -> None:
+    def with_prompt_ids(payload: bytes) -> bytes:
+        body = {**json.loads(payload.removeprefix(b"data: ")), "prompt_token_ids": PROMPT}
+        return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+    broken = stream(with_prompt_ids(event([0, 1], 2)), end=FIN)
+    whole = stream(with_prompt_ids(event([0, 1, 2], 3, "stop")), DONE)
+    async with (
+        SGLANG.replay(answers(broken, whole)) as engine,
+        SGLANG.client(engine.url, retries=Retries(tries=3, first=0.001)) as client,
+    ):
+        sample = Sample(prompt="Hi", tokens=list(tokens))
+        options = CompletionOptions(extra={"text": "Hi"}, prompt_token_ids=True)
+        await complete(client, sample, {"max_new_tokens": 8}, options=options)
+    assert [request.json["sampling_params"]["max_new_tokens"] for request in engine.generates] == [8, 8]
+    assert (sample.tokens[-3:], sample.response_length) == ([0, 1, 2], 3)
+    assert sample.metadata["restarted_tokens"] == 2
+
+
+async def test_a_text_prompt_with_routed_experts_requests_the_ids_without_which_they_could_not_be_merged() -> None:
+    with Loopback(incremental=True, num_layers=2, num_experts=8, top_k=2) as loopback:
+        async with Client(loopback.url, experts=Experts(2, 2, 8)) as client:
+            sample = await complete(client, Sample(prompt="tell me a story"), {"max_new_tokens": 5})
+    assert sample.rollout_routed_experts is not None
+    assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1
+
+
+async def test_a_host_flag_that_raises_after_a_call_loses_none_of_its_tokens(speech: Speech) -> None:
+    asked = 0
+
+    def flag() -> bool:
+        nonlocal asked
+        asked += bool(engine.generates and not client.running)  # the call has ended
+        if asked:
+            raise RuntimeError("the host's flag is gone")
+        return False
+
+    async with (
+        speech.replay(stream(speech.part([20, 21], finish="stop"), DONE)) as engine,
+        speech.client(engine.url) as client,
+    ):
+        sample = sample_of()
+        with pytest.raises(RuntimeError, match="the host's flag is gone"):
+            await complete(client, sample, {"max_new_tokens": 8}, options=CompletionOptions(aborted=flag))
+    assert (sample.tokens[-2:], sample.response_length) == ([20, 21], 2)

@@ -116,11 +116,11 @@ class AbortSignal:
         with contextlib.ExitStack() as undo:
             for part in self._parts:
                 undo.callback(part.subscribe(callback, on_error=on_error))
+            watch = self._watch()  # first: another thread may set the signal from here on
+            undo.callback(self._unsubscribe, watch, subscriber)
             is_set = self._is_set_itself()
-            watch = self._watch()
             watch.observe(is_set=is_set)
             watch.add(subscriber, is_set=is_set)
-            undo.callback(self._unsubscribe, watch, subscriber)
             return undo.pop_all().close
         raise AssertionError  # for the type checker: nothing above is suppressed
 

@@ -68,9 +68,9 @@ class _LateAbort:
 
     @contextlib.contextmanager
     def watch(self, abort: AbortSignal) -> Iterator[None]:
-        self._watching += 1
         if self._unsubscribe is None:
             self._unsubscribe = abort.subscribe(lambda: self._start_timer(abort))
+        self._watching += 1
         try:
             yield
         finally:

@@ -4,7 +4,8 @@ For vime it is ``streamfold.vime.DataSource``.
 
 slime and vime save how many prompts were read, and lose the groups in the buffer. This data source also saves, beside
 the trainer's own file, every group that was drawn and not delivered yet: partial ones, finished ones that wait for the
-next rollout, and those in flight. A run that resumes from a checkpoint delivers each group exactly once.
+next rollout, and those in flight. A run that resumes from a checkpoint delivers each group exactly once. Metadata that
+is neither JSON nor arrays is pickled: load checkpoints that you trust, as for the trainer's own.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class DurableBuffer:
                 "%s's own state of rollout %s cannot be read (%r); ours is enough", self._package, rollout_id, error
             )
         if path.exists():
-            self.buffer.load(path)
+            self.buffer.load(path, trusted=True)  # as the trainer trusts its own state beside it
             self._delivered = None
             _logger.info("%s: %d groups wait, %d have been drawn", path, len(self.buffer), self.buffer.position)
             return

@@ -202,12 +202,14 @@ class Setting:
         if given is None and self.is_optional:
             return None
         try:
+            if isinstance(given, bool) and self.kind is not bool:  # YAML's yes is no number
+                raise TypeError
             parsed = _PARSERS[get_origin(self.kind) or self.kind](given)
             if self.minimum is not None and not self.minimum <= parsed < math.inf:
                 raise ValueError
             if get_origin(self.kind) is Literal and parsed not in get_args(self.kind):
                 raise ValueError
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError):
             raise ValueError(f"{source} must be {self.expected}; not {value!r}") from None
         return parsed
 

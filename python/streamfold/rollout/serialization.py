@@ -302,6 +302,10 @@ def _number_array(values: list[Any]) -> Array | None:
     return None
 
 
+class _LoadError(ValueError):
+    """A message for the user, as of :func:`load`."""
+
+
 class _Reader:
     """Reads a file of format 1."""
 
@@ -309,6 +313,8 @@ class _Reader:
         self._file = file
         self._path = path
         self._trusted = trusted
+        self._data_end = 0  # where the arrays end
+        self._unread = 0  # bytes of them that no value has used
         self.opaque: Counter[str] = Counter()  # types of values that were not unpickled
 
     def read(self) -> Any:  # noqa: ANN401  # any tree
@@ -316,9 +322,26 @@ class _Reader:
         end = os.fstat(self._file.fileno()).st_size - _DIGEST_SIZE
         self._check(end)
         self._file.seek(end - _INDEX_AT.size)
-        (start,) = _INDEX_AT.unpack(self._file.read(_INDEX_AT.size))
-        self._file.seek(start)
-        return self._decode(orjson.loads(self._file.read(end - _INDEX_AT.size - start)))
+        try:
+            (self._data_end,) = _INDEX_AT.unpack(self._file.read(_INDEX_AT.size))
+            self._unread = self._data_end
+            self._file.seek(self._data_end)
+            return self._decode(orjson.loads(self._file.read(end - _INDEX_AT.size - self._data_end)))
+        except _LoadError:
+            raise
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            OSError,
+            RecursionError,
+            TypeError,
+            ValueError,
+            struct.error,
+        ) as error:
+            raise _LoadError(
+                f"{self._path} was not written by streamfold ({error!r}): load another file, or start without it"
+            ) from error
 
     def _check(self, end: int) -> None:
         digest, left = hashlib.sha256(), max(0, end)
@@ -327,7 +350,7 @@ class _Reader:
             digest.update(chunk)
             left -= len(chunk)
         if self._file.read() != digest.digest():
-            raise ValueError(
+            raise _LoadError(
                 f"{self._path} is damaged (its checksum is wrong): load an earlier copy, or start without it"
             )
 
@@ -354,7 +377,14 @@ class _Reader:
         return self._image(array, *fields[3:]) if kind == "image" else _FROM_ARRAY[kind](array)
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> Array:
-        raw = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        self._unread -= size  # each byte is written for one value
+        if min(shape, default=0) < 0 or not 0 <= offset <= offset + size <= self._data_end or self._unread < 0:
+            raise _LoadError(
+                f"{self._path} was not written by streamfold ({size} bytes at {offset} are not in its data): "
+                "load another file, or start without it"
+            )
+        raw = np.empty(size, np.uint8)
         self._file.seek(offset)
         self._file.readinto(raw.data)
         return raw.view(dtype).reshape(shape)
@@ -389,7 +419,7 @@ class _PickleReader(_Reader):
         try:
             return pickle.loads(data)  # noqa: S301  # the caller trusts the file
         except Exception as error:
-            raise ValueError(
+            raise _LoadError(
                 f"{self._path} holds a value of type {name} that cannot be unpickled here ({error!r}): "
                 "load the file with the code that saved it, or without trusted=True to keep such values pickled"
             ) from error

@@ -50,7 +50,8 @@ class CompletionOptions:
         prompt_token_ids: whether to request the ids of prompts that are text. A sample can then be resumed instead of
             restarted; SGLang repeats the ids in each event.
         extra: further keys of each request, or a function that is called for each request to give them. ``text``,
-            ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt.
+            ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt. In a mapping it is the
+            same for each request, so an aborted response is restarted; a function can add the generated tokens.
         aborted: a host's flag, or an :class:`~streamfold.client.abort_signal.AbortSignal`. While it returns True, no
             request is sent and nothing is resumed.
         resume_aborts: whether to resume after an abort event that neither the caller nor the host has caused. If not,
@@ -186,6 +187,7 @@ class _Completion:
             tokenizer=options.tokenizer if options.tokenizer is not None else internals.tokenizer,
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
             has_experts=self._has_experts,
+            has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & _PROMPT_KEYS),
         )
 
     @property
@@ -204,7 +206,12 @@ class _Completion:
                 if self._host_abort.is_set():
                     return  # keep what there is: no call may follow that replaces it
                 turn.restart()
-            outcome = self._assess(await self._call())
+            outcome = await self._call()
+            try:
+                outcome = self._assess(outcome)
+            except BaseException as cause:  # the host's flag raised
+                self._write_or_drop(outcome, cause=cause)
+                raise
             may_resume = self._write_or_drop(outcome, may_resume=self._may_resume(outcome))
             if outcome.error is None:
                 return
@@ -240,7 +247,9 @@ class _Completion:
             input_ids,
             self._remaining_params(),
             logprobs=self._options.logprobs,
-            prompt_token_ids=self._options.prompt_token_ids and input_ids is None,
+            # Without the prompt's ids, the rows of routed experts could not be merged.
+            prompt_token_ids=input_ids is None
+            and (self._options.prompt_token_ids or (self._has_experts and not self._sample.tokens)),
             headers=self._options.headers,
             extra=extra,
             aborted=self._host_abort,

@@ -40,6 +40,8 @@ class Turn:
         tokenizer: of the model; None: texts of several calls are concatenated.
         eos_ids: tokens that end any response. Those at which the engine is seen to stop are added.
         has_experts: whether routed experts are requested.
+        has_fixed_prompt: whether each request sends the same prompt, without the tokens generated so far: a response
+            that was aborted is then restarted.
     """
 
     sample: SampleLike
@@ -48,6 +50,7 @@ class Turn:
     tokenizer: Tokenizer | None
     eos_ids: set[int]
     has_experts: bool
+    has_fixed_prompt: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -76,7 +79,7 @@ class Turn:
             return Verdict.FINISHED
         if self._last_token is None:
             return Verdict.RESUME
-        lacks_prompt_ids = len(self.sample.tokens) == self.sample.response_length
+        lacks_prompt_ids = self.has_fixed_prompt or len(self.sample.tokens) == self.sample.response_length
         # A resumed request would match a stop string or a grammar from its beginning.
         return Verdict.RESTART if lacks_prompt_ids or stop.is_partial or self._rules.has_grammar else Verdict.RESUME
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     # A number of tokens, and what is done to the request when it has that many.
     Milestone = tuple[int, Callable[["EngineRequest"], None]]
 
-__all__ = ["UNSTREAMED_INTERVAL", "EngineRequest", "EventWriter", "Milestone", "VisibleText"]
+__all__ = ["UNSTREAMED_INTERVAL", "EngineRequest", "EventWriter", "VisibleText"]
 
 # Tokens between two hand-overs from the engine to its frontend for a request that is not streamed.
 UNSTREAMED_INTERVAL = 50
