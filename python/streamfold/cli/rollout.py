@@ -105,8 +105,8 @@ def command(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Name or folder of a transformers tokenizer for prompts that have no input_ids, chat messages "
-            "included. Default: the engine encodes them."
+            help="Name or folder of a transformers tokenizer. It encodes prompts without input_ids, texts and chat "
+            "messages. Default: the engine encodes them."
         ),
     ] = None,
     prompt_token_ids: Annotated[

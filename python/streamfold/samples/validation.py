@@ -1,7 +1,7 @@
 """Validate the lengths of a sample: log-probabilities, loss mask, top-p offsets and routed experts against its tokens.
 
 :func:`check_lengths` covers everything that a sample holds, ours or a trainer's. The other functions check what one
-call is about to add. Every ValueError names the field and both numbers.
+response of the engine is about to add. Every ValueError names the field and both numbers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
         ValueError: they are not one more than ``tokens``, or do not increase from 0 to ``ids``.
     """
     if len(offsets) != tokens + 1:
-        raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: one more than tokens is needed")
+        raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: it must have {tokens + 1}")
     if offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
         raise ValueError(f"{name} must start at 0, end at {ids} (the number of ids) and never decrease")
 
