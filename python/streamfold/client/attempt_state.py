@@ -47,7 +47,8 @@ __all__ = ["ABORTING", "TABLE", "Action", "Event", "State", "Transition", "head_
 class _Key(Enum):
     """An enum whose members are fast keys: Enum's own hash is a function in Python."""
 
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # type checkers take it for another signature
+        __hash__ = object.__hash__
 
 
 class State(_Key):
