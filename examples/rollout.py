@@ -9,8 +9,7 @@ Run it against any SGLang server or router, or against the loopback engine:
 import asyncio
 import sys
 
-from streamfold import Buffer, Client, Rollout, RolloutConfig, Sample
-from streamfold.rollout.groups import prompt_groups
+from streamfold import Buffer, Client, Rollout, RolloutConfig, Sample, prompt_groups
 
 PROMPTS = [f"What is {n} times {n}?" for n in range(11, 23)]
 CONFIG = RolloutConfig(

@@ -260,7 +260,7 @@ def _report(work: _Work, out: Path, *, interrupted: bool) -> None:
     if work.restarted_tokens:
         errors.print(
             f"{work.restarted_tokens} tokens were dropped and generated again: their prompts have no ids (use "
-            "--tokenizer), or they ended in the middle of a stop string",
+            "--prompt-token-ids or --tokenizer), or they ended in the middle of a stop string",
             soft_wrap=True,
         )
     console.print(f"{len(journal.finished)} of {total} samples are in {out}", markup=False, soft_wrap=True)
