@@ -7,6 +7,8 @@ mod experts;
 mod generation;
 mod options;
 mod parser;
+#[cfg(target_os = "linux")]
+mod reactor;
 mod request_head;
 
 use pyo3::prelude::*;
@@ -25,6 +27,9 @@ mod _core {
     use crate::generation::Generation;
     #[pymodule_export]
     use crate::parser::Parser;
+    #[cfg(target_os = "linux")]
+    #[pymodule_export]
+    use crate::reactor::Reactor;
     #[pymodule_export]
     use crate::request_head::RequestHead;
 
