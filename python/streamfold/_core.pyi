@@ -1,12 +1,13 @@
 """The Rust core: parses the bytes of a streamed response into numpy arrays."""
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DIALECTS", "Experts", "Generation", "Parser", "__version__"]
+__all__ = ["DIALECTS", "Exchange", "Experts", "Generation", "Parser", "RequestHead", "__version__"]
 
 __version__: Final[str]
 DIALECTS: Final[tuple[str, ...]]
@@ -21,6 +22,60 @@ DIALECTS: Final[tuple[str, ...]]
 
 _FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _ExpertsDtype: TypeAlias = Literal["int32", "uint8", "uint16"]
+
+@final
+class Exchange:
+    """One request and its reply, on one connection: a socket layer drives it, and its caller takes the result.
+
+    Made by :meth:`stream` or :meth:`reply`. Can be used from any thread.
+    """
+
+    @staticmethod
+    def stream(
+        head: RequestHead,
+        body: bytes,
+        dialect: str,
+        *,
+        logprobs: bool = True,
+        experts: Experts | None = None,
+        prompt_len: int | None = None,
+        experts_start: int = 0,
+        clamped: Literal["raise", "keep"] = "raise",
+        max_new_tokens: int | None = None,
+        max_event_bytes: int = 1073741824,
+    ) -> Exchange:
+        """A request whose reply should be a stream of tokens. The keywords are those of :class:`Parser`.
+
+        The stream ends 256 tokens past ``max_new_tokens``, with the finish reason ``"length"``. Of a reply that is no
+        stream, 64 KiB of the body are kept. ``body`` is held without a copy until the head of the reply has come.
+
+        Raises ``ValueError`` if a keyword has no valid value.
+        """
+    @staticmethod
+    def reply(head: RequestHead, body: bytes, *, max_bytes: int) -> Exchange:
+        """A request whose reply may be any: of its body ``max_bytes`` are kept, for :meth:`take_body`.
+
+        Raises ``ValueError`` if ``max_bytes`` is negative.
+        """
+    @property
+    def token_count(self) -> int:
+        """The number of tokens received so far."""
+    @property
+    def first_token_at(self) -> float:
+        """When the first token was read from the socket: seconds of ``time.monotonic()``; infinity before."""
+    @property
+    def last_token_at(self) -> float:
+        """When the latest token was read from the socket: seconds of ``time.monotonic()``; infinity before one."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory held, without the request's body."""
+    def take(self) -> Generation:
+        """Return the tokens and side data received so far. Works at any time; the stream is not read any further.
+
+        The second call returns an empty generation, as does the first for a reply that is no stream.
+        """
+    def take_body(self) -> bytes:
+        """Return what was kept of the body of a reply that is no stream. The second call returns no bytes."""
 
 @final
 class Experts:
@@ -201,3 +256,28 @@ class Parser:
         """Whether ``[DONE]`` was received."""
     def __sizeof__(self) -> int:
         """Bytes of memory held: arrays, text, and an incomplete event."""
+
+@final
+class RequestHead:
+    """The head of an HTTP/1.1 request, checked and written once: method, path, ``Host`` and header fields.
+
+    - ``method``: ``"GET"`` or ``"POST"``. The body of a GET is not sent.
+    - ``target``: the path with its query, percent-encoded.
+    - ``host``: what the ``Host`` field holds: a name or an address, in brackets if it is IPv6 and without its zone, and
+      a port unless it is the default one.
+    - ``fields``: names and values, in their order. Values are sent in latin-1.
+
+    Raises ``ValueError`` that names the part that can't be sent; see :meth:`check_field`.
+    """
+
+    def __new__(
+        cls, method: Literal["GET", "POST"], target: str, host: str, fields: Sequence[tuple[str, str]] = ...
+    ) -> RequestHead: ...
+    @staticmethod
+    def check_field(name: str, value: str) -> None:
+        """Check a header field that a user wants to send.
+
+        Raises ``ValueError`` if the name is no token or is one that the client writes itself (``Content-Length``,
+        ``Transfer-Encoding``, ``Connection``, ``Host``, ``Expect``, ``Upgrade``, ``TE``, ``Trailer``), or if the value
+        holds a control character or a character beyond latin-1.
+        """

@@ -2,7 +2,7 @@
 //!
 //! [`Exchange`] is an HTTP/1.1 client as a state machine, one for each try of a request: it writes the request, reads
 //! the head and the framing of the reply, and feeds a stream to [`streamfold_core::Parser`]. It does no IO and has no
-//! clock. A driver moves the bytes.
+//! clock. A driver moves the bytes. [`Shared`] is an exchange that a driver and its caller use from different threads.
 //!
 //! # Example
 //!
@@ -79,8 +79,10 @@
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 
 mod exchange;
+mod shared;
 
 pub use exchange::{
     Body, Event, Exchange, Expected, Failure, Head, Headers, Input, Method, ProtocolError, Request, RequestError,
     RequestHead, State, check_field,
 };
+pub use shared::Shared;

@@ -1,9 +1,13 @@
-//! The Python binding of `streamfold-core`: signatures, conversions, exceptions. It has no logic of its own.
+//! The Python binding of `streamfold-core` and `streamfold-io`: signatures, conversions, exceptions. It has no logic of its own.
 
 mod errors;
+mod event;
+mod exchange;
 mod experts;
 mod generation;
+mod options;
 mod parser;
+mod request_head;
 
 use pyo3::prelude::*;
 
@@ -14,11 +18,15 @@ mod _core {
     use pyo3::types::PyTuple;
 
     #[pymodule_export]
+    use crate::exchange::Exchange;
+    #[pymodule_export]
     use crate::experts::Experts;
     #[pymodule_export]
     use crate::generation::Generation;
     #[pymodule_export]
     use crate::parser::Parser;
+    #[pymodule_export]
+    use crate::request_head::RequestHead;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

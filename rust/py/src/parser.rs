@@ -3,11 +3,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyMemoryView};
-use streamfold_core::{Clamped, Dialect, Options};
 
 use crate::errors::{raise, raise_bug};
 use crate::experts::Experts;
 use crate::generation::Generation;
+use crate::options::StreamOptions;
 
 /// Parses the body of one streamed response into one :class:`Generation`.
 ///
@@ -50,27 +50,18 @@ impl Parser {
         max_new_tokens: Option<i64>,
         max_event_bytes: i64,
     ) -> PyResult<Self> {
-        let Some((name, dialect)) = Dialect::ALL.into_iter().find(|(name, _)| *name == dialect) else {
-            let names = Dialect::ALL.map(|(name, _)| format!("{name:?}")).join(", ");
-            return Err(PyValueError::new_err(format!("dialect must be one of {names}, not {dialect:?}")));
-        };
-        let clamped = match clamped {
-            "raise" => Clamped::Raise,
-            "keep" => Clamped::Keep,
-            _ => return Err(PyValueError::new_err(format!("clamped must be \"raise\" or \"keep\", not {clamped:?}"))),
-        };
-        let experts = experts.map(|experts| experts.get().0);
-        let options = Options {
+        let StreamOptions { name, dialect, options } = StreamOptions::new(
+            dialect,
             logprobs,
             experts,
-            prompt_len: prompt_len.map(|count| natural("prompt_len", count)).transpose()?,
-            experts_start: natural("experts_start", experts_start)?,
+            prompt_len,
+            experts_start,
             clamped,
-            max_new_tokens: max_new_tokens.map(|count| natural("max_new_tokens", count)).transpose()?,
-            max_event_bytes: natural("max_event_bytes", max_event_bytes)?,
-        };
+            max_new_tokens,
+            max_event_bytes,
+        )?;
         let inner = streamfold_core::Parser::new(dialect, options);
-        Ok(Self { inner, dialect: name, experts, is_closed: false, is_taken: false, is_broken: false })
+        Ok(Self { inner, dialect: name, experts: options.experts, is_closed: false, is_taken: false, is_broken: false })
     }
 
     /// Parse the next bytes of the body, split at any byte. Returns the number of tokens that became available.
@@ -176,8 +167,4 @@ impl Parser {
         };
         result.map_err(|error| raise(py, &error))
     }
-}
-
-fn natural<T: TryFrom<i64>>(name: &str, value: i64) -> PyResult<T> {
-    T::try_from(value).map_err(|_| PyValueError::new_err(format!("{name} must not be negative, but it is {value}")))
 }

@@ -77,6 +77,8 @@ pub enum Event {
         /// reached the server.
         is_unanswered: bool,
     },
+    /// The exchange itself failed: a bug. Only [`Shared`](crate::Shared) reports it; [`Event::Ended`] follows.
+    Panicked,
     /// The last event: nothing more is sent or read. If the connection is not reusable it has to be closed.
     Ended {
         /// Whether the connection can carry another request.

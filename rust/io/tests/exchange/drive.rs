@@ -115,6 +115,7 @@ pub fn names(events: &[Event]) -> Vec<&'static str> {
         Event::DecodeError(_) => "decode_error",
         Event::Refused => "refused",
         Event::Failed { .. } => "failed",
+        Event::Panicked => "panicked",
         Event::Ended { reusable: true } => "reusable",
         Event::Ended { reusable: false } => "ended",
     };

@@ -1,0 +1,207 @@
+//! One exchange between threads: `Shared`.
+
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use streamfold_core::Generation;
+
+use crate::exchange::{Body, Event, Exchange, Expected, Head, Input, Request, RequestHead, State};
+
+/// At most this much of a request is sent in one go, so that the sending of one does not keep others waiting.
+const MAX_SEND_BYTES: usize = 1 << 20;
+
+/// An [`Exchange`] that a socket layer drives on one thread, while another reads its progress or takes its result.
+///
+/// The lock is held for one read or write of the socket, and never while waiting for anything else. A panic in the
+/// exchange ends it alone, with [`Event::Panicked`].
+///
+/// Times are seconds of the driver's clock.
+pub struct Shared {
+    guarded: Mutex<Guarded>,
+    /// Keeps the request's body alive until [`Shared::unpin`]: who drives the exchange may not be allowed to free it.
+    pinned: Mutex<Option<Body>>,
+    expects_stream: bool,
+    token_count: AtomicUsize,
+    /// The bits of an f64.
+    first_token_at: AtomicU64,
+    /// The bits of an f64.
+    last_token_at: AtomicU64,
+}
+
+struct Guarded {
+    exchange: Exchange,
+    /// It panicked: its state means nothing any more.
+    is_broken: bool,
+}
+
+impl Shared {
+    /// An exchange that waits for its connection.
+    #[must_use]
+    pub fn new(head: RequestHead, body: Body, expected: Expected) -> Self {
+        let pinned = Mutex::new(Some(body.clone()));
+        let exchange = Exchange::new(Request::new(head, body), expected);
+        let never = f64::INFINITY.to_bits();
+        Self {
+            guarded: Mutex::new(Guarded { exchange, is_broken: false }),
+            pinned,
+            expects_stream: matches!(expected, Expected::Stream { .. }),
+            token_count: AtomicUsize::new(0),
+            first_token_at: AtomicU64::new(never),
+            last_token_at: AtomicU64::new(never),
+        }
+    }
+
+    /// Take an input in at the time `now`; what changes is appended to `events`.
+    pub fn handle(&self, input: Input<'_>, now: f64, events: &mut Vec<Event>) {
+        self.run(now, events, |exchange, events| exchange.handle(input, events));
+    }
+
+    /// The connection stands, and the request may leave: next comes [`Shared::send`].
+    pub fn start(&self, now: f64, events: &mut Vec<Event>) {
+        self.handle(Input::Connected, now, events);
+        self.handle(Input::Send, now, events);
+    }
+
+    /// Bytes have been received at the time `now`.
+    pub fn receive(&self, bytes: &[u8], now: f64, events: &mut Vec<Event>) {
+        self.handle(Input::Received(bytes), now, events);
+    }
+
+    /// Hand what is unsent to `write`, which returns how much of its two parts the connection took. Ends when the
+    /// connection would block or has taken enough for now.
+    ///
+    /// Returns whether there is more to send.
+    pub fn send(
+        &self,
+        now: f64,
+        events: &mut Vec<Event>,
+        mut write: impl FnMut([&[u8]; 2]) -> io::Result<usize>,
+    ) -> bool {
+        let mut is_unsent = false;
+        self.run(now, events, |exchange, events| {
+            let mut room = MAX_SEND_BYTES;
+            while exchange.state() == State::Sending && room > 0 {
+                let parts = exchange.unsent();
+                let wanted = parts[0].len() + parts[1].len();
+                match write(parts) {
+                    Ok(count) => {
+                        exchange.handle(Input::Sent(count), events);
+                        room = room.saturating_sub(count);
+                        if count < wanted {
+                            break;
+                        }
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(error) => {
+                        exchange.handle(Input::SendFailed(error.raw_os_error().unwrap_or_default()), events);
+                    }
+                }
+            }
+            is_unsent = exchange.state() == State::Sending;
+        });
+        is_unsent
+    }
+
+    /// Where the exchange is.
+    #[must_use]
+    pub fn state(&self) -> State {
+        let guarded = self.lock();
+        if guarded.is_broken { State::Closed } else { guarded.exchange.state() }
+    }
+
+    /// Whether a stream is expected.
+    #[must_use]
+    pub fn expects_stream(&self) -> bool {
+        self.expects_stream
+    }
+
+    /// Whether the reply with that head is the stream that is expected.
+    #[must_use]
+    pub fn is_stream(&self, head: &Head) -> bool {
+        self.expects_stream && head.is_event_stream()
+    }
+
+    /// Tokens received so far.
+    #[must_use]
+    pub fn token_count(&self) -> usize {
+        self.token_count.load(Ordering::Acquire)
+    }
+
+    /// When the first token came; infinity before.
+    #[must_use]
+    pub fn first_token_at(&self) -> f64 {
+        f64::from_bits(self.first_token_at.load(Ordering::Acquire))
+    }
+
+    /// When the latest token came; infinity before the first.
+    #[must_use]
+    pub fn last_token_at(&self) -> f64 {
+        f64::from_bits(self.last_token_at.load(Ordering::Acquire))
+    }
+
+    /// Hand out what the stream has brought, see [`Exchange::take`].
+    pub fn take(&self) -> Generation {
+        let mut guarded = self.lock();
+        let generation = catch_unwind(AssertUnwindSafe(|| guarded.exchange.take())).unwrap_or_default();
+        self.token_count.fetch_max(generation.token_ids.len(), Ordering::AcqRel);
+        generation
+    }
+
+    /// Hand out the body of a reply that is no stream, see [`Exchange::take_body`].
+    pub fn take_body(&self) -> Vec<u8> {
+        self.lock().exchange.take_body()
+    }
+
+    /// Bytes of memory held, the request's apart.
+    #[must_use]
+    pub fn held_bytes(&self) -> usize {
+        size_of::<Self>() - size_of::<Exchange>() + self.lock().exchange.held_bytes()
+    }
+
+    /// The request's body until it is no longer pinned.
+    #[must_use]
+    pub fn body(&self) -> Option<Body> {
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Drop the request's body unless it is still being sent. To be called where it may be freed, when the head of the
+    /// reply has come or the exchange has ended.
+    pub fn unpin(&self) {
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Guarded> {
+        self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, now: f64, events: &mut Vec<Event>, work: impl FnOnce(&mut Exchange, &mut Vec<Event>)) {
+        let mut guarded = self.lock();
+        if guarded.is_broken {
+            return;
+        }
+        let was_over = guarded.exchange.state().is_over();
+        let earlier = events.len();
+        if catch_unwind(AssertUnwindSafe(|| work(&mut guarded.exchange, events))).is_err() {
+            guarded.is_broken = true;
+            let is_ended = events[earlier..].iter().any(|event| matches!(event, Event::Ended { .. }));
+            if !was_over && !is_ended {
+                events.extend([Event::Panicked, Event::Ended { reusable: false }]);
+            }
+            return;
+        }
+        let tokens = guarded.exchange.token_count();
+        let before = self.token_count.load(Ordering::Relaxed);
+        if tokens > before {
+            if before == 0 {
+                self.first_token_at.store(now.to_bits(), Ordering::Release);
+            }
+            self.last_token_at.store(now.to_bits(), Ordering::Release);
+            self.token_count.store(tokens, Ordering::Release);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
+use streamfold_io::{Body, Expected, Shared};
+
+use crate::experts::Experts;
+use crate::generation::Generation;
+use crate::options::{StreamOptions, natural};
+use crate::request_head::RequestHead;
+
+/// One request and its reply, on one connection: a socket layer drives it, and its caller takes the result.
+///
+/// Made by :meth:`stream` or :meth:`reply`. Can be used from any thread.
+#[pyclass(frozen, module = "streamfold._core")]
+pub(crate) struct Exchange {
+    pub(crate) shared: Arc<Shared>,
+    experts: Option<streamfold_core::Experts>,
+}
+
+// The lock of the exchange may be waited for while attached: who holds it never waits for the interpreter.
+#[pymethods]
+impl Exchange {
+    /// A request whose reply should be a stream of tokens. The keywords are those of :class:`Parser`.
+    ///
+    /// The stream ends 256 tokens past ``max_new_tokens``, with the finish reason ``"length"``. Of a reply that is no
+    /// stream, 64 KiB of the body are kept. ``body`` is held without a copy until the head of the reply has come.
+    ///
+    /// Raises ``ValueError`` if a keyword has no valid value.
+    #[staticmethod]
+    #[pyo3(signature = (head, body, dialect, *, logprobs=true, experts=None, prompt_len=None, experts_start=0,
+                        clamped="raise", max_new_tokens=None, max_event_bytes=1_073_741_824))]
+    #[allow(clippy::too_many_arguments, reason = "the contract's keywords")]
+    fn stream(
+        head: &RequestHead,
+        body: &Bound<'_, PyBytes>,
+        dialect: &str,
+        logprobs: bool,
+        experts: Option<&Bound<'_, Experts>>,
+        prompt_len: Option<i64>,
+        experts_start: i64,
+        clamped: &str,
+        max_new_tokens: Option<i64>,
+        max_event_bytes: i64,
+    ) -> PyResult<Self> {
+        let StreamOptions { dialect, options, .. } = StreamOptions::new(
+            dialect,
+            logprobs,
+            experts,
+            prompt_len,
+            experts_start,
+            clamped,
+            max_new_tokens,
+            max_event_bytes,
+        )?;
+        Ok(Self::new(head, body, Expected::Stream { dialect, options }, options.experts))
+    }
+
+    /// A request whose reply may be any: of its body ``max_bytes`` are kept, for :meth:`take_body`.
+    ///
+    /// Raises ``ValueError`` if ``max_bytes`` is negative.
+    #[staticmethod]
+    #[pyo3(signature = (head, body, *, max_bytes))]
+    fn reply(head: &RequestHead, body: &Bound<'_, PyBytes>, max_bytes: i64) -> PyResult<Self> {
+        Ok(Self::new(head, body, Expected::Body { max_bytes: natural("max_bytes", max_bytes)? }, None))
+    }
+
+    /// The number of tokens received so far.
+    #[getter]
+    fn token_count(&self) -> usize {
+        self.shared.token_count()
+    }
+
+    /// When the first token was read from the socket: seconds of ``time.monotonic()``; infinity before.
+    #[getter]
+    fn first_token_at(&self) -> f64 {
+        self.shared.first_token_at()
+    }
+
+    /// When the latest token was read from the socket: seconds of ``time.monotonic()``; infinity before one.
+    #[getter]
+    fn last_token_at(&self) -> f64 {
+        self.shared.last_token_at()
+    }
+
+    /// Bytes of memory held, without the request's body.
+    #[getter]
+    fn held_bytes(&self) -> usize {
+        self.shared.held_bytes()
+    }
+
+    /// Return the tokens and side data received so far. Works at any time; the stream is not read any further.
+    ///
+    /// The second call returns an empty generation, as does the first for a reply that is no stream.
+    fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
+        self.shared.unpin();
+        Generation::from_core(py, self.shared.take(), self.experts)
+    }
+
+    /// Return what was kept of the body of a reply that is no stream. The second call returns no bytes.
+    fn take_body<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.shared.take_body())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Exchange {:?}, token_count={}>", self.shared.state(), self.shared.token_count())
+    }
+}
+
+impl Exchange {
+    fn new(
+        head: &RequestHead,
+        body: &Bound<'_, PyBytes>,
+        expected: Expected,
+        experts: Option<streamfold_core::Experts>,
+    ) -> Self {
+        let body: Body = Arc::new(PyBackedBytes::from(body.clone()));
+        Self { shared: Arc::new(Shared::new(head.0.clone(), body, expected)), experts }
+    }
+}
