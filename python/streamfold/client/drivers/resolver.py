@@ -121,7 +121,7 @@ async def _addresses(loop: asyncio.AbstractEventLoop, host: str, port: int) -> S
     except UnicodeError as error:  # an empty or overlong label
         raise OSError(f"it is no host name: {error}") from None
     addresses = [
-        Address(family, str(where[0]).partition("%")[0], port, where[3] if len(where) == 4 else 0)
+        Address(family, str(where[0]).partition("%")[0], port, int(where[3]) if len(where) == 4 else 0)
         for family, _, _, _, where in infos
         if family in (socket.AF_INET, socket.AF_INET6)
     ]

@@ -69,4 +69,7 @@ class Sockets(Protocol):
         """
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections. Idempotent. Works on a closed loop."""
+
+    async def wait_closed(self) -> None:
+        """After :meth:`close`: wait until no descriptor is left."""
