@@ -7,6 +7,8 @@ mod experts;
 mod generation;
 mod options;
 mod parser;
+mod protocol;
+mod read_rest;
 mod request_head;
 
 use pyo3::prelude::*;
@@ -25,6 +27,10 @@ mod _core {
     use crate::generation::Generation;
     #[pymodule_export]
     use crate::parser::Parser;
+    #[pymodule_export]
+    use crate::protocol::ConnectionProtocol;
+    #[pymodule_export]
+    use crate::read_rest::ReadRest;
     #[pymodule_export]
     use crate::request_head::RequestHead;
 
