@@ -1,15 +1,28 @@
 """The Rust core: parses the bytes of a streamed response into numpy arrays."""
 
 import sys
-from collections.abc import Sequence
+from asyncio import BaseTransport
+from collections.abc import Callable, Sequence
 from os import PathLike
+from socket import socket as Socket  # noqa: N812  # an argument has its name
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import Self, disjoint_base
 
-__all__ = ["DIALECTS", "Exchange", "Experts", "Generation", "Parser", "RequestHead", "__version__"]
+__all__ = [
+    "DIALECTS",
+    "ConnectionProtocol",
+    "Exchange",
+    "Experts",
+    "Generation",
+    "Parser",
+    "ReadRest",
+    "RequestHead",
+    "__version__",
+]
 if sys.platform == "linux":
     __all__ += ["Reactor"]
 
@@ -26,6 +39,40 @@ DIALECTS: Final[tuple[str, ...]]
 
 _FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _ExpertsDtype: TypeAlias = Literal["int32", "uint8", "uint16"]
+
+@disjoint_base
+class ConnectionProtocol:
+    """Carries exchanges on one connection of an event loop. A protocol, to be mixed with ``asyncio.BufferedProtocol``.
+
+    - ``buffer``: what transports read into; its content is used at once, so all connections of a loop share one.
+    - ``rest``: where a connection rests after it has read from a stream.
+    - ``socket``: the socket below the transport.
+
+    It carries one exchange at a time, and is used in the thread of its loop.
+    """
+
+    def __new__(cls, buffer: memoryview, rest: ReadRest, socket: Socket) -> Self: ...
+    def attach(self, transport: BaseTransport, reader: BaseTransport) -> None:
+        """Use ``transport``, above ``reader``, which reads from the socket."""
+    def begin(self, exchange: Exchange, on_event: Callable[[str, Any], None]) -> list[tuple[str, Any]] | None:
+        """Carry an exchange: its request leaves at once.
+
+        ``on_event`` gets kind and payload of each event from now on. Returns the events that there are already, or None
+        if the connection had been kept and shows a byte or its end: then it is closed, and nothing was sent.
+        """
+    def abort(self) -> None:
+        """The rest of the reply is of no use: read it without a rest, and do not report what goes wrong with it."""
+    def urgent(self) -> None:
+        """Read as soon as the loop can."""
+    def end(self) -> None:
+        """Close the connection now; no event follows. Idempotent."""
+    def connection_made(self, transport: BaseTransport) -> None: ...
+    def get_buffer(self, sizehint: int) -> memoryview: ...
+    def buffer_updated(self, nbytes: int) -> None: ...
+    def eof_received(self) -> bool: ...
+    def connection_lost(self, exc: BaseException | None) -> None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
 
 @final
 class Exchange:
@@ -331,6 +378,20 @@ if sys.platform == "linux":
             """Close a connection now, for the server as well. No event follows. Idempotent."""
         def close(self) -> None:
             """Close all connections and the polls. The loop must not watch the descriptors any more. Idempotent."""
+
+@final
+class ReadRest:
+    """Transports that rest after a read, so that the next one finds several events at once.
+
+    ``schedule`` is called once, when the first transport pauses; :meth:`resume` ends the rest of all.
+    """
+
+    def __new__(cls, schedule: Callable[[], object]) -> ReadRest: ...
+    @property
+    def work(self) -> float:
+        """Seconds from the beginning of the first read since the last rest to the end of the latest one."""
+    def resume(self) -> None:
+        """Let all transports read again."""
 
 @final
 class RequestHead:
