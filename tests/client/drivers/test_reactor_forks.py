@@ -27,6 +27,10 @@ STREAMS = 64
 ALL = ["connected", "head", "first_token", "finished", "ended"]
 
 
+def wait(process: int) -> None:
+    os.waitpid(process, 0)
+
+
 def fork(child: Callable[[], object]) -> int:
     """Run ``child`` in a forked process. Returns its id."""
     with warnings.catch_warnings():
@@ -55,7 +59,6 @@ async def test_a_child_that_ends_takes_nothing_from_its_parent(way: str) -> None
         if way == "closes its copy":
             sockets.close()
         elif way == "drops its copy":
-            sockets._reactor.core.__class__  # noqa: B018
             del sockets._reactor.core
             gc.collect()
 
@@ -63,7 +66,7 @@ async def test_a_child_that_ends_takes_nothing_from_its_parent(way: str) -> None
         driven = [Driven(driver, asked(server.url)) for _ in range(STREAMS)]
         for each in driven:
             await each.comes("first_token")
-        os.waitpid(fork(child), 0)
+        wait(fork(child))
         more.set()
         assert [await each.ended() for each in driven] == [ALL] * STREAMS
         assert all(each.exchange.take().token_ids.tolist() == [1, 2, 3] for each in driven)
@@ -91,6 +94,6 @@ async def test_the_server_sees_the_end_while_a_child_lives() -> None:
             await until(lambda: server.open == 0)
         finally:
             os.write(writing, b"x")
-            os.waitpid(process, 0)
+            wait(process)
             os.close(reading)
             os.close(writing)
