@@ -313,8 +313,10 @@ if sys.platform == "linux":
     class Reactor:
         """Sockets to servers, and the exchanges that they carry, below an event loop. Linux only.
 
-        The loop watches two descriptors: when :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`; when
-        :meth:`fileno` is readable, it calls :meth:`sweep`, and rests for as long as that says.
+        The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
+        :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read,
+        :meth:`fileno` is unreadable for a rest of nine times as long as the sweep took, so that one read takes several
+        events.
 
         - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
         - ``rest_ceiling``: the longest rest, in seconds.
@@ -359,11 +361,10 @@ if sys.platform == "linux":
             Returns False if there is no such connection, or if it has carried one before and shows a byte or its end:
             then it is closed, and the exchange can go over another connection.
             """
-        def sweep(self) -> tuple[list[tuple[int, str, Any]], float | None]:
-            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB.
+        def sweep(self) -> list[tuple[int, str, Any]]:
+            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB. Returns the events.
 
-            Returns the events, and the seconds to rest: 0 if sockets are left that have not had their turn, None if
-            nothing was there to read.
+            The descriptor stays readable if sockets are left that have not had their turn.
             """
         def sweep_urgent(self) -> list[tuple[int, str, Any]]:
             """Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.

@@ -1,8 +1,9 @@
 //! Exchanges over the sockets of Linux, below an event loop: `Reactor`.
 //!
 //! The loop watches the descriptors of two polls, [`Reactor::fileno`], and sweeps the one that is ready:
-//! [`Reactor::look`], then [`Reactor::sweep`]. After a sweep of the ordinary poll it rests, see [`Pace`]: the more there
-//! is to read, the more of it one read takes. The urgent poll is swept at once.
+//! [`Reactor::look`], then [`Reactor::sweep`]. After a sweep of the ordinary poll, [`Reactor::pause`] keeps its
+//! descriptor unreadable for a rest, see [`Pace`]: the more there is to read, the more of it one read takes. The urgent
+//! poll is swept at once.
 //!
 //! A reactor belongs to the process that made it. A forked child only closes its descriptors.
 
@@ -10,6 +11,7 @@
 
 mod clock;
 mod connection;
+mod gate;
 mod pace;
 mod poll;
 mod slab;
@@ -27,6 +29,8 @@ use crate::exchange::{Event, Input};
 pub use crate::reactor::clock::monotonic;
 pub use crate::reactor::connection::Lane;
 use crate::reactor::connection::{Connection, Phase};
+use crate::reactor::gate::Gate;
+use crate::reactor::pace::Next;
 pub use crate::reactor::pace::Pace;
 use crate::reactor::poll::{Interest, Poll};
 pub use crate::reactor::slab::ConnectionId;
@@ -62,6 +66,9 @@ pub struct Reactor {
     process: Pid,
     urgent: Poll,
     ordinary: Poll,
+    /// Before the ordinary poll.
+    gate: Gate,
+    pace: Pace,
     /// Those that wait for their turn: in the urgent poll, in the ordinary one.
     queues: [Queue; 2],
     connections: Slab<Connection>,
@@ -78,11 +85,14 @@ impl Reactor {
     /// # Errors
     ///
     /// There is no descriptor left for a poll.
-    pub fn new() -> io::Result<Self> {
+    pub fn new(pace: Pace) -> io::Result<Self> {
+        let ordinary = Poll::new()?;
         Ok(Self {
             process: getpid(),
             urgent: Poll::new()?,
-            ordinary: Poll::new()?,
+            gate: Gate::new(ordinary.as_fd())?,
+            ordinary,
+            pace,
             queues: [Queue::default(), Queue::default()],
             connections: Slab::new(),
             buffer: vec![0; BUFFER_BYTES],
@@ -91,10 +101,30 @@ impl Reactor {
         })
     }
 
-    /// The descriptor of a poll: readable when a socket in it is ready.
+    /// The descriptor of a poll: readable when a socket in it is ready and, for the ordinary one, no rest is on.
     #[must_use]
     pub fn fileno(&self, lane: Lane) -> RawFd {
-        self.poll(lane).fileno()
+        match lane {
+            Lane::Urgent => self.urgent.fileno(),
+            Lane::Ordinary => self.gate.fileno(),
+        }
+    }
+
+    /// After a sweep of the ordinary poll that ended `now`: keep its descriptor unreadable for a rest, unless sockets
+    /// are left that have not had their turn, or none was ready.
+    ///
+    /// # Errors
+    ///
+    /// The descriptor has failed.
+    pub fn pause(&mut self, swept: &Swept, now: f64) -> io::Result<()> {
+        let poll = self.ordinary.as_fd();
+        if swept.is_bounded {
+            return self.gate.open(poll);
+        }
+        match self.pace.after(swept.seconds, swept.turns > 0, now) {
+            Next::Watch => self.gate.open(poll),
+            Next::Rest(seconds) => self.gate.rest(poll, seconds),
+        }
     }
 
     /// The number of connections, in any phase.

@@ -59,6 +59,19 @@ pub struct Swept {
     pub is_bounded: bool,
 }
 
+impl Swept {
+    /// Both of them, as one.
+    #[must_use]
+    pub fn then(self, later: Self) -> Self {
+        Self {
+            turns: self.turns + later.turns,
+            bytes: self.bytes + later.bytes,
+            seconds: self.seconds + later.seconds,
+            is_bounded: later.is_bounded,
+        }
+    }
+}
+
 /// What a turn did.
 struct Turn {
     bytes: usize,
