@@ -315,11 +315,12 @@ if sys.platform == "linux":
 
         The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
         :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read,
-        :meth:`fileno` is unreadable for a rest of nine times as long as the sweep took, so that one read takes several
-        events.
+        :meth:`fileno` is unreadable for a rest after each sweep, so that one read takes several events.
 
         - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
         - ``rest_ceiling``: the longest rest, in seconds.
+        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a
+          core.
 
         Events are tuples ``(connection, kind, payload)``:
 
@@ -334,7 +335,9 @@ if sys.platform == "linux":
         Raises ``OSError`` if there are no descriptors left.
         """
 
-        def __new__(cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05) -> Reactor: ...
+        def __new__(
+            cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05, rest_share: float = 9.0
+        ) -> Reactor: ...
         def fileno(self) -> int:
             """The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`."""
         def urgent_fileno(self) -> int:

@@ -119,6 +119,7 @@ impl Reactor {
     pub fn pause(&mut self, swept: &Swept, now: f64) -> io::Result<()> {
         let poll = self.ordinary.as_fd();
         if swept.is_bounded {
+            self.pace.go_on(swept.seconds);
             return self.gate.open(poll);
         }
         match self.pace.after(swept.seconds, swept.turns > 0, now) {

@@ -22,10 +22,11 @@ type Inner = streamfold_io::reactor::Reactor;
 ///
 /// The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
 /// :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read, :meth:`fileno` is
-/// unreadable for a rest of nine times as long as the sweep took, so that one read takes several events.
+/// unreadable for a rest after each sweep, so that one read takes several events.
 ///
 /// - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
 /// - ``rest_ceiling``: the longest rest, in seconds.
+/// - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a core.
 ///
 /// Events are tuples ``(connection, kind, payload)``:
 ///
@@ -49,9 +50,10 @@ pub(crate) struct Reactor {
 #[pymethods]
 impl Reactor {
     #[new]
-    #[pyo3(signature = (*, rest_floor=0.005, rest_ceiling=0.05))]
-    fn new(py: Python<'_>, rest_floor: f64, rest_ceiling: f64) -> PyResult<Self> {
-        let inner = Inner::new(Pace::new(rest_floor, rest_ceiling)).map_err(|error| os_error(py, &error))?;
+    #[pyo3(signature = (*, rest_floor=0.005, rest_ceiling=0.05, rest_share=9.0))]
+    fn new(py: Python<'_>, rest_floor: f64, rest_ceiling: f64, rest_share: f64) -> PyResult<Self> {
+        let inner =
+            Inner::new(Pace::new(rest_floor, rest_ceiling, rest_share)).map_err(|error| os_error(py, &error))?;
         Ok(Self { inner: Mutex::new(Some(inner)), process: std::process::id() })
     }
 
@@ -203,7 +205,7 @@ impl Reactor {
             if reactor.look(lane)? > MAX_ATTACHED_SOCKETS {
                 return Ok(Some(Swept { is_bounded: true, ..Swept::default() }));
             }
-            let swept = reactor.sweep(lane, small, monotonic, &mut reports)?;
+            let swept = reactor.sweep(lane, small, monotonic, &mut reports);
             let is_over = !swept.is_bounded || swept.seconds >= small.seconds;
             if is_over {
                 pause(reactor, lane, &swept)?;
@@ -224,7 +226,7 @@ impl Reactor {
             let limits = Limits::default();
             let left =
                 Limits { seconds: limits.seconds - swept.seconds, bytes: limits.bytes.saturating_sub(swept.bytes) };
-            let later = reactor.sweep(lane, left, monotonic, &mut reports)?;
+            let later = reactor.sweep(lane, left, monotonic, &mut reports);
             pause(reactor, lane, &swept.then(later))
         })
         .map_err(|error| os_error(py, &error))?;

@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import resource
+import select
 import socket
 import sys
 import threading
@@ -395,6 +396,33 @@ async def test_a_reactor_that_is_closed_does_nothing() -> None:
     exchange = _core.Exchange.reply(_core.RequestHead("GET", "/", "a"), b"", max_bytes=1)
     assert not reactor.start(1, exchange)
     assert repr(reactor) == "<Reactor, closed>"
+
+
+def test_the_descriptor_is_unreadable_during_a_rest() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    for rest, is_over in ((0.001, True), (3600.0, False)):
+        reactor = _core.Reactor(rest_floor=rest, rest_ceiling=rest)
+        connection = reactor.connect(*listener.getsockname())
+        server, _ = listener.accept()
+        assert readable(reactor.urgent_fileno())
+        assert reactor.sweep_urgent() == [(connection, "opened", 0)]
+        exchange = _core.Exchange.stream(_core.RequestHead("POST", "/", "a"), b"{}", "sglang")
+        assert reactor.start(connection, exchange)
+        assert not readable(reactor.fileno(), 0)
+        server.sendall(head())
+        assert readable(reactor.fileno())
+        assert reactor.sweep() == [(connection, "head", (200, True, None))]
+        server.sendall(chunk(event([1], 1)))
+        assert readable(reactor.fileno(), 30 if is_over else 0.1) == is_over
+        assert reactor.read_now(connection) == [(connection, "first_token", None)]
+        assert exchange.token_count == 1
+        reactor.close()
+        server.close()
+    listener.close()
+
+
+def readable(descriptor: int, seconds: float = 30) -> bool:
+    return bool(select.select([descriptor], [], [], seconds)[0])
 
 
 async def test_the_body_of_a_request_is_freed_when_the_reply_begins(driver: DirectDriver) -> None:

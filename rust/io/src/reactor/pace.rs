@@ -1,7 +1,5 @@
 //! How long a reactor rests between two sweeps: `Pace`.
 
-/// A sweep that took t seconds is followed by a rest of 9 t, so that reading takes a tenth of a core at most.
-const SHARE: f64 = 9.0;
 /// A rest below costs more than it saves.
 const MIN_FLOOR: f64 = 0.001;
 
@@ -14,6 +12,9 @@ const MIN_FLOOR: f64 = 0.001;
 pub struct Pace {
     floor: f64,
     ceiling: f64,
+    share: f64,
+    /// What the bounded sweeps took that lead to this one.
+    bounded: f64,
     /// The sweeps of this run that found something.
     run: u32,
     /// How many the last run had.
@@ -33,26 +34,34 @@ pub(crate) enum Next {
 
 impl Default for Pace {
     fn default() -> Self {
-        Self::new(0.005, 0.05)
+        Self::new(0.005, 0.05, 9.0)
     }
 }
 
 impl Pace {
-    /// The shortest and the longest rest, in seconds. The shortest is at least 1 ms, and the longest at least that.
+    /// The shortest and the longest rest, in seconds, and how many times as long as the sweep before it a rest is in
+    /// between: with 9, reading takes a tenth of a core. The shortest is at least 1 ms, and the longest at least that.
     #[must_use]
-    pub fn new(floor: f64, ceiling: f64) -> Self {
+    pub fn new(floor: f64, ceiling: f64, share: f64) -> Self {
         let floor = floor.max(MIN_FLOOR);
-        Self { floor, ceiling: ceiling.max(floor), run: 0, expected: None, skipped_until: None }
+        Self { floor, ceiling: ceiling.max(floor), share, bounded: 0.0, run: 0, expected: None, skipped_until: None }
     }
 
     /// The rest, in seconds, after a sweep of so many seconds.
     #[must_use]
     pub fn rest(&self, seconds: f64) -> f64 {
-        (SHARE * seconds).max(self.floor).min(self.ceiling)
+        (self.share * seconds).max(self.floor).min(self.ceiling)
+    }
+
+    /// A sweep ended before its time: the next one goes on with it.
+    pub(crate) fn go_on(&mut self, seconds: f64) {
+        self.bounded += seconds;
     }
 
     /// What follows a sweep that took so many seconds and ended `now`; `found` tells whether a socket was ready.
     pub(crate) fn after(&mut self, seconds: f64, found: bool, now: f64) -> Next {
+        let found = found || self.bounded > 0.0;
+        let seconds = seconds + std::mem::take(&mut self.bounded);
         let skipped_until = self.skipped_until.take();
         if !found {
             if self.run > 0 {
@@ -86,9 +95,21 @@ mod tests {
         let pace = Pace::default();
         let rests = [0.0, 0.0005, 1.0 / 512.0, 0.1, -1.0].map(|seconds| pace.rest(seconds));
         assert_eq!(rests, [0.005, 0.005, 9.0 / 512.0, 0.05, 0.005]);
-        assert_eq!(Pace::new(0.0, 0.0).rest(1.0), 0.001);
-        assert_eq!(Pace::new(f64::NAN, f64::NAN).rest(1.0), 0.001);
-        assert_eq!(Pace::new(0.02, 0.01).rest(0.0), 0.02);
+        assert_eq!(Pace::new(0.0, 0.0, 9.0).rest(1.0), 0.001);
+        assert_eq!(Pace::new(f64::NAN, f64::NAN, f64::NAN).rest(1.0), 0.001);
+        assert_eq!(Pace::new(0.02, 0.01, 9.0).rest(0.0), 0.02);
+    }
+
+    #[test]
+    fn a_rest_follows_all_parts_of_a_sweep() {
+        let mut pace = Pace::default();
+        pace.go_on(1.0 / 1024.0);
+        pace.go_on(1.0 / 1024.0);
+        assert_eq!(pace.after(1.0 / 1024.0, true, 0.0), Next::Rest(27.0 / 1024.0));
+        assert_eq!(pace.after(1.0 / 1024.0, true, 0.0), Next::Rest(9.0 / 1024.0));
+        // The last part may have found nothing.
+        pace.go_on(1.0 / 1024.0);
+        assert_eq!(pace.after(0.0, false, 0.0), Next::Rest(9.0 / 1024.0));
     }
 
     #[test]

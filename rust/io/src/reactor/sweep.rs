@@ -12,22 +12,27 @@ use crate::reactor::slab::{ConnectionId, Slab};
 use crate::reactor::{News, Reactor, Report};
 use crate::shared::Shared;
 
-/// The connections that wait for their turn. What a sweep leaves comes first in the next one.
+/// The connections that wait for their turn.
+///
+/// They go round: all that were ready at a look have had their turn before the next look. What a sweep leaves comes
+/// first in the next one; and sockets that are ready again meanwhile do not keep the reactor from its rest.
 #[derive(Default)]
 pub(crate) struct Queue {
     ids: VecDeque<ConnectionId>,
-    /// The poll may have more that are ready.
-    is_partial: bool,
+    /// The turns that are left of this round.
+    left: usize,
 }
 
 impl Queue {
-    fn push(&mut self, connections: &mut Slab<Connection>, id: ConnectionId, readiness: Readiness) {
-        let Some(connection) = connections.get_mut(id) else { return };
+    /// Returns whether it did not wait before.
+    fn push(&mut self, connections: &mut Slab<Connection>, id: ConnectionId, readiness: Readiness) -> bool {
+        let Some(connection) = connections.get_mut(id) else { return false };
         connection.readiness.merge(readiness);
-        if !connection.is_queued {
-            connection.is_queued = true;
+        let is_new = !std::mem::replace(&mut connection.is_queued, true);
+        if is_new {
             self.ids.push_back(id);
         }
+        is_new
     }
 }
 
@@ -84,7 +89,7 @@ struct Turn {
 }
 
 impl Reactor {
-    /// Find the sockets that are ready. Returns how many wait for their turn.
+    /// Find the sockets that are ready, unless some of the last look still wait. Returns how many wait for their turn.
     ///
     /// # Errors
     ///
@@ -94,38 +99,33 @@ impl Reactor {
             Lane::Urgent => (&mut self.urgent, &mut self.queues[0]),
             Lane::Ordinary => (&mut self.ordinary, &mut self.queues[1]),
         };
-        let (ready, is_full) = poll.ready()?;
-        for (id, readiness) in ready {
-            queue.push(&mut self.connections, id, readiness);
+        // The poll goes round too: a socket that comes again comes after all others.
+        while queue.left == 0 {
+            let (ready, is_full) = poll.ready()?;
+            let again = ready.filter(|&(id, readiness)| !queue.push(&mut self.connections, id, readiness)).count();
+            if !is_full || again > 0 {
+                queue.left = queue.ids.len();
+                break;
+            }
         }
-        queue.is_partial = is_full;
-        Ok(queue.ids.len())
+        Ok(queue.left)
     }
 
     /// Give the sockets that wait their turn, one after the other: each sends what it can, and reads once. One that may
     /// have more comes again after the others. `clock` gives seconds. What changes is appended to `reports`.
-    ///
-    /// # Errors
-    ///
-    /// The poll has failed.
     pub fn sweep(
         &mut self,
         lane: Lane,
         limits: Limits,
         mut clock: impl FnMut() -> f64,
         reports: &mut Vec<Report>,
-    ) -> io::Result<Swept> {
+    ) -> Swept {
         let place = usize::from(lane == Lane::Ordinary);
         let begin = clock();
         let mut swept = Swept::default();
         reports.append(&mut self.late);
-        loop {
-            let Some(id) = self.queues[place].ids.pop_front() else {
-                if self.queues[place].is_partial && self.look(lane)? > 0 {
-                    continue;
-                }
-                break;
-            };
+        while let Some(id) = self.queues[place].ids.pop_front() {
+            self.queues[place].left = self.queues[place].left.saturating_sub(1);
             let turn = self.turn(id, &mut clock, reports);
             swept.turns += 1;
             swept.bytes += turn.bytes;
@@ -137,8 +137,8 @@ impl Reactor {
                 break;
             }
         }
-        swept.is_bounded = !self.queues[place].ids.is_empty() || self.queues[place].is_partial;
-        Ok(swept)
+        swept.is_bounded = !self.queues[place].ids.is_empty();
+        swept
     }
 
     /// Read what the socket of one connection holds, to its end. What changes is appended to `reports`.

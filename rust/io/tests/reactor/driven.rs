@@ -114,7 +114,7 @@ impl Driven {
 
     pub fn sweep(&mut self, lane: Lane, limits: Limits) -> Swept {
         self.reactor.look(lane).expect("a poll");
-        self.reactor.sweep(lane, limits, monotonic, &mut self.reports).expect("a poll")
+        self.reactor.sweep(lane, limits, monotonic, &mut self.reports)
     }
 
     /// What became of connecting.
