@@ -237,7 +237,7 @@ async def test_options_of_the_socket_are_set() -> None:
         sockets = AsyncioSockets()
         driver = DirectDriver(sockets)
         await Driven(driver, asked(server.url)).comes("first_token")
-        (connection,) = sockets._connections
+        (connection,) = sockets.connections
         (sock,) = (held for held in gc.get_referents(connection) if isinstance(held, socket.socket))
         for option, value in (
             (socket.TCP_NODELAY, 1),

@@ -140,7 +140,7 @@ async def test_an_address_that_is_silent_is_overtaken_by_the_next(origin: Origin
         name = known_as(it, "one-silent.invalid", [silent, Address(socket.AF_INET, "127.0.0.1", origin.port)])
         it.open(name, timeout=None)
         assert isinstance(await it.result(), Opened)
-        await until(lambda: not it.sockets._tasks)
+        await until(lambda: not it.sockets.openings)
 
 
 # Errors.

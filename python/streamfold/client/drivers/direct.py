@@ -119,12 +119,14 @@ class DirectDriver:
             opened.connection.end()
             return
         waiting = self._waiting_for(origin, is_reserved=opened.is_reserved)
-        if waiting is None:
-            self._idle.put(origin, opened)
+        if waiting is not None:
+            self.cancel_opening(waiting)
+            waiting.use_kept(opened)
+            self._loop.call_soon(waiting.on_ready)
             return
-        self.cancel_opening(waiting)
-        waiting.use_kept(opened)
-        self._loop.call_soon(waiting.on_ready)
+        self._idle.put(origin, opened)
+        if self._connector.shared.descriptors.is_waited_for:
+            self._make_room()
 
     def discard(self, exchange: DirectExchange) -> None:
         """An exchange holds no connection any more."""
