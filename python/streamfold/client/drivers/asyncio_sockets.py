@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import certifi
 
-from streamfold import _core
+from streamfold._core import ConnectionProtocol, ReadRest
 from streamfold.client.drivers.socket_options import set_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from streamfold._core import Exchange
     from streamfold.client.drivers.sockets import Address, OnEvent, Opened
     from streamfold.client.urls import Origin
 
@@ -167,12 +168,12 @@ class _Opening:
             await self._loop.sock_connect(sock, (host, port))
 
 
-class _Connection(_core.ConnectionProtocol, asyncio.BufferedProtocol):
+class _Connection(ConnectionProtocol, asyncio.BufferedProtocol):
     """One connection. What is called for each read is not Python."""
 
     owner: AsyncioSockets
 
-    def start(self, exchange: _core.Exchange, on_event: OnEvent) -> bool:
+    def start(self, exchange: Exchange, on_event: OnEvent) -> bool:
         """Carry an exchange. Returns False if the connection had been kept, and cannot be used any more."""
         events = self.begin(exchange, on_event)
         for event in events or ():
@@ -194,7 +195,7 @@ class _Reading:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))  # a view, as asyncio's TLS slices it
-        self.rest = _core.ReadRest(self._schedule)
+        self.rest = ReadRest(self._schedule)
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Reading:

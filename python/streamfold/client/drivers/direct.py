@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from streamfold import _core
+from streamfold._core import Exchange, RequestHead
 from streamfold.client.drivers.base import Failure
 from streamfold.client.drivers.connector import Connector
 from streamfold.client.drivers.direct_exchange import DirectExchange
@@ -59,11 +59,11 @@ class DirectDriver:
         """
         if self._is_closed:
             raise RuntimeError("the driver is closed")
-        head = _core.RequestHead(request.method, request.target, request.origin.authority, request.fields)
+        head = RequestHead(request.method, request.target, request.origin.authority, request.fields)
         if request.stream is None:
-            core = _core.Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
+            core = Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
         else:
-            core = _core.Exchange.stream(head, request.body, **request.stream)
+            core = Exchange.stream(head, request.body, **request.stream)
         exchange = DirectExchange(self, core, request, listener)
         self._exchanges.add(exchange)
         kept = None if request.fresh else self.take_kept(exchange)

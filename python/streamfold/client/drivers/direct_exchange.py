@@ -10,7 +10,7 @@ from streamfold.client.drivers.base import Failure, Head
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from streamfold import _core
+    from streamfold._core import Exchange, Generation
     from streamfold.client.drivers.base import HttpRequest, Kind, Listener
     from streamfold.client.drivers.connector import Opened
     from streamfold.client.urls import Origin
@@ -61,7 +61,7 @@ class DirectExchange:
         "origin",
     )
 
-    def __init__(self, owner: Owner, core: _core.Exchange, request: HttpRequest, listener: Listener) -> None:
+    def __init__(self, owner: Owner, core: Exchange, request: HttpRequest, listener: Listener) -> None:
         # Not the request itself: its body is freed when it has been sent.
         self.origin = request.origin
         self.is_control = request.stream is None
@@ -139,7 +139,7 @@ class DirectExchange:
         if self._state is _State.RUNNING and self._opened is not None:
             self._opened.connection.urgent()
 
-    def take(self) -> _core.Generation:
+    def take(self) -> Generation:
         """Return what the stream has brought. Nothing more is parsed afterwards. Once."""
         return self._core.take()
 
