@@ -191,8 +191,13 @@ impl ConnectionProtocol {
         let left = {
             let mut inner = self.lock();
             inner.phase = Phase::Over;
-            (inner.socket.take(), inner.transport.take(), inner.carried.take(), inner.reader.take())
+            (inner.transport.take(), inner.reader.take(), inner.socket.take(), inner.carried.take())
         };
+        if let (Some(transport), Some(reader)) = (&left.0, &left.1)
+            && !transport.is(reader)
+        {
+            transport.call_method0(py, intern!(py, "close"))?; // one with TLS does not know yet (Python 3.10)
+        }
         drop(left);
         result
     }
@@ -335,10 +340,15 @@ impl ConnectionProtocol {
         self.input(py, carried, Input::Reset(errno(py, error)?))
     }
 
-    /// Nothing is carried: bytes, or the end, of a connection that waits for its next exchange. It is of no use now.
+    /// Nothing is carried. A connection that waits for its next exchange is of no use after this; one that is open until
+    /// its caller ends it, is read no further.
     fn on_stray_input(&self, py: Python<'_>) -> PyResult<()> {
         let phase = self.lock().phase;
-        if matches!(phase, Phase::New | Phase::Kept) { self.end(py) } else { Ok(()) }
+        match (phase, self.reader(py)) {
+            (Phase::New | Phase::Kept, _) => self.end(py),
+            (_, Some(reader)) => reader.call_method0(intern!(py, "pause_reading")).map(drop),
+            (_, None) => Ok(()),
+        }
     }
 
     /// Whether the server has closed the connection or sent a byte that was not read yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from streamfold import _core
+from streamfold._core import Exchange, RequestHead
 from streamfold.client.drivers.base import Failure
 from streamfold.client.drivers.connector import Connector
 from streamfold.client.drivers.direct_exchange import DirectExchange
@@ -42,7 +42,7 @@ class DirectDriver:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sockets = sockets
-        self._idle = IdlePool(self._loop, self.freed, seconds=kept_seconds)
+        self._idle = IdlePool(self._loop, self.closed, seconds=kept_seconds)
         self._connector = Connector(self._loop, sockets, self._make_room, rate=rate, reserve=reserve)
         self._exchanges: set[DirectExchange] = set()  # those that may hold a connection
         # In the order in which they came; a connection that gets free may serve them.
@@ -59,11 +59,11 @@ class DirectDriver:
         """
         if self._is_closed:
             raise RuntimeError("the driver is closed")
-        head = _core.RequestHead(request.method, request.target, request.origin.authority, request.fields)
+        head = RequestHead(request.method, request.target, request.origin.authority, request.fields)
         if request.stream is None:
-            core = _core.Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
+            core = Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
         else:
-            core = _core.Exchange.stream(head, request.body, **request.stream)
+            core = Exchange.stream(head, request.body, **request.stream)
         exchange = DirectExchange(self, core, request, listener)
         self._exchanges.add(exchange)
         kept = None if request.fresh else self.take_kept(exchange)
@@ -119,19 +119,22 @@ class DirectDriver:
             opened.connection.end()
             return
         waiting = self._waiting_for(origin, is_reserved=opened.is_reserved)
-        if waiting is None:
-            self._idle.put(origin, opened)
+        if waiting is not None:
+            self.cancel_opening(waiting)
+            waiting.use_kept(opened)
+            self._loop.call_soon(waiting.on_ready)
             return
-        self.cancel_opening(waiting)
-        waiting.use_kept(opened)
-        self._loop.call_soon(waiting.on_ready)
+        self._idle.put(origin, opened)
+        if self._connector.shared.descriptors.is_waited_for:
+            self._make_room()
 
     def discard(self, exchange: DirectExchange) -> None:
         """An exchange holds no connection any more."""
         self._exchanges.discard(exchange)
 
-    def freed(self) -> None:
+    def closed(self, opened: Opened) -> None:
         """A connection was closed. Its descriptor is free after the callbacks that are due."""
+        self._connector.closed(opened)
         if not (self._is_closed or self._loop.is_closed()):
             self._loop.call_soon(self._on_freed)
 

@@ -1,0 +1,365 @@
+"""AsyncioSockets: what is particular to transports of the event loop: TLS, rests, writing in parts, the loop's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import socket
+import ssl
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from streamfold.client.drivers import asyncio_sockets
+from streamfold.client.drivers.asyncio_sockets import AsyncioSockets, rest_seconds
+from streamfold.client.drivers.direct import DirectDriver
+from streamfold.errors import StreamTruncated
+from support.driving import Driven, asked, told
+from support.leftovers import open_files
+from support.paths import DATA
+from support.replay import DONE, LAST_CHUNK, RUNNING, WHOLE, Replay, answer_json, chunk, events, head, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+BOTH_LOOPS = True
+
+ALL = ["connected", "head", "first_token", "finished", "ended"]
+
+
+def server_tls() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(DATA / "tls" / "cert.pem", DATA / "tls" / "key.pem")
+    return context
+
+
+@contextlib.asynccontextmanager
+async def driving() -> AsyncIterator[DirectDriver]:
+    driver = DirectDriver(AsyncioSockets(ssl.create_default_context(cafile=DATA / "tls" / "cert.pem")))
+    try:
+        yield driver
+    finally:
+        await driver.aclose()
+
+
+@contextlib.contextmanager
+def serving(serve: Callable[[socket.socket], None], *, tls: bool = False, times: int = 1) -> Iterator[str]:
+    """A server of one connection after another, in a thread of its own: it goes on while the test's loop is blocked."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            for _ in range(times):
+                with contextlib.suppress(OSError), listener.accept()[0] as accepted:
+                    if tls:
+                        with server_tls().wrap_socket(accepted, server_side=True) as wrapped:
+                            serve(wrapped)
+                    else:
+                        serve(accepted)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join()
+
+
+def read_head(peer: socket.socket) -> bytes:
+    """Read up to the end of the head; returns what came of the body."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += peer.recv(65536)
+    return received.partition(b"\r\n\r\n")[2]
+
+
+both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+
+
+# Rests.
+
+
+def test_a_rest_is_nine_times_the_work_within_its_bounds() -> None:
+    assert rest_seconds(0.0) == 0.005
+    assert rest_seconds(0.002) == pytest.approx(0.018)
+    assert rest_seconds(1.0) == 0.05
+
+
+@both
+async def test_several_events_are_read_at_once(tls: bool) -> None:
+    count = 400
+    reads = 0
+
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(head())
+        for payload in events(count):
+            peer.sendall(chunk(payload))
+            threading.Event().wait(0.0005)
+        peer.sendall(chunk(DONE) + LAST_CHUNK)
+
+    with serving(serve, tls=tls) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url))
+            await driven.comes("first_token")
+            seen = {driven.exchange.token_count}
+            while "ended" not in driven.kinds:
+                await asyncio.sleep(0)
+                seen.add(driven.exchange.token_count)
+            reads = len(seen)
+            assert driven.kinds == ALL
+            assert driven.exchange.take().token_ids.tolist() == list(range(1, count + 1))
+    assert reads < count / 2
+
+
+@both
+async def test_an_end_that_comes_during_a_rest_is_seen(tls: bool) -> None:
+    gone = threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"".join(step for step in RUNNING if isinstance(step, bytes)))
+        gone.set()
+
+    with serving(serve, tls=tls) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url))
+            await driven.comes("first_token")
+            gone.wait()
+            assert await driven.ended() == ["connected", "head", "first_token", "error", "ended"]
+            assert isinstance(driven.detail("error"), StreamTruncated)
+            driven.exchange.end()
+
+
+async def test_a_loop_that_was_blocked_has_lost_nothing() -> None:
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"".join(step for step in WHOLE if isinstance(step, bytes)))
+
+    with serving(serve) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url))
+            await driven.comes("connected")
+            threading.Event().wait(0.2)
+            assert await driven.ended() == ALL
+
+
+# Writing.
+
+
+@both
+async def test_a_large_body_goes_out_in_parts_while_others_are_served(tls: bool) -> None:
+    body = bytes(range(256)) * (40 << 12)  # 40 MB
+    reading, digest = threading.Event(), hashlib.sha256()
+
+    def serve(peer: socket.socket) -> None:
+        part = read_head(peer)
+        digest.update(part)
+        left = len(body) - len(part)
+        reading.wait()
+        while left:
+            part = peer.recv(1 << 20)
+            digest.update(part)
+            left -= len(part)
+        peer.sendall(b"".join(step for step in WHOLE if isinstance(step, bytes)))
+
+    with serving(serve, tls=tls) as url:
+        async with driving() as driver, Replay(routes={"/load": answer_json(1)}) as other:
+            driven = Driven(driver, asked(url, body=body))
+            await driven.comes("connected")
+            assert await Driven(driver, told(other.url, "/load")).ended() == ["connected", "head", "ended"]
+            reading.set()
+            assert await driven.ended() == ALL
+    assert digest.digest() == hashlib.sha256(body).digest()
+
+
+@both
+async def test_a_reply_that_comes_while_a_body_is_sent_is_read(tls: bool) -> None:
+    done = threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"HTTP/1.1 413 Too Large\r\ncontent-length: 4\r\n\r\nhuge")
+        done.wait(30)  # without reading the rest
+
+    with serving(serve, tls=tls) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url, body=bytes(20 << 20)))
+            assert await driven.ended() == ["connected", "head", "ended"]
+            assert driven.detail("head").status == 413
+            assert driven.exchange.take_body() == b"huge"
+            driven.exchange.end()
+            done.set()
+
+
+async def test_a_reply_is_read_although_the_server_closed_before_it_took_the_body() -> None:
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"HTTP/1.1 413 Too Large\r\ncontent-length: 4\r\nconnection: close\r\n\r\nhuge")
+        peer.shutdown(socket.SHUT_WR)
+        while peer.recv(1 << 20):
+            pass
+
+    with serving(serve) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url, body=bytes(4 << 20)))
+            assert await driven.ended() == ["connected", "head", "ended"]
+            assert driven.exchange.take_body() == b"huge"
+            driven.exchange.end()
+
+
+async def test_a_reply_is_read_although_the_server_reset_the_connection_behind_it() -> None:
+    closed = threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"HTTP/1.1 413 Too Large\r\ncontent-length: 4\r\nconnection: close\r\n\r\nhuge")
+        peer.close()  # with unread bytes: a reset
+        closed.set()
+
+    with serving(serve) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url, body=bytes(4 << 20)))
+            await driven.comes("connected")
+            closed.wait()
+            assert await driven.ended() == ["connected", "head", "ended"]
+            assert driven.exchange.take_body() == b"huge"
+            driven.exchange.end()
+
+
+# Connections.
+
+
+async def test_options_of_the_socket_are_set() -> None:
+    async with Replay(RUNNING) as server:
+        sockets = AsyncioSockets()
+        driver = DirectDriver(sockets)
+        await Driven(driver, asked(server.url)).comes("first_token")
+        (connection,) = sockets.connections
+        (sock,) = (held for held in gc.get_referents(connection) if isinstance(held, socket.socket))
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, 30),
+            (socket.TCP_KEEPINTVL, 10),
+            (socket.TCP_KEEPCNT, 3),
+            (socket.TCP_USER_TIMEOUT, 30_000),
+        ):
+            assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        await driver.aclose()
+
+
+async def test_a_kept_connection_shows_its_end_before_the_loop_has_seen_it() -> None:
+    closing, closed = threading.Event(), threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"".join(step for step in WHOLE if isinstance(step, bytes)))
+        closing.wait(30)
+        peer.close()
+        closed.set()
+
+    with serving(serve, times=2) as url:
+        async with driving() as driver:
+            assert await Driven(driver, asked(url)).ended() == ALL
+            driven = Driven(driver, asked(url), holds=True)
+            await driven.comes("connected")
+            closing.set()
+            closed.wait()
+            driven.exchange.send()  # no turn of the loop in between
+            assert await driven.ended() == ALL, "it was sent on a new connection"
+
+
+async def test_certificates_and_keys_of_the_environment_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's own view of the handshake
+    monkeypatch.setenv("SSL_CERT_FILE", str(DATA / "tls" / "cert.pem"))
+    monkeypatch.setenv("SSLKEYLOGFILE", str(tmp_path / "keys"))
+    asyncio_sockets._verifying.cache_clear()
+    async with Replay(WHOLE, tls=server_tls()) as server:
+        driver = DirectDriver(AsyncioSockets())
+        driven = Driven(driver, asked(server.url))
+        await driven.ended()
+        assert "certificate" in driven.detail("failed").message
+        await driver.aclose()
+    assert not (tmp_path / "keys").exists()
+
+
+async def test_a_name_other_than_the_certificates_is_refused() -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with Replay(WHOLE, host="127.0.0.2", tls=server_tls()) as server, driving() as driver:
+        driven = Driven(driver, asked(server.url))
+        await driven.ended()
+        assert "IP address mismatch" in driven.detail("failed").message
+
+
+# The loop.
+
+
+class Unwatching(asyncio.SelectorEventLoop):
+    """A loop that watches no descriptors for its users."""
+
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]  # generic
+        raise NotImplementedError
+
+    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def test_a_loop_that_watches_no_descriptors_will_do() -> None:
+    async def run() -> None:
+        async with Replay(WHOLE, tls=server_tls()) as server, driving() as driver:
+            assert await Driven(driver, asked(server.url)).ended() == ALL
+
+    loop = Unwatching()
+    loop.run_until_complete(run())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def test_a_loop_that_is_closed_without_aclose_leaves_no_descriptor_after_it() -> None:
+    def serve(peer: socket.socket) -> None:
+        read_head(peer)
+        peer.sendall(b"".join(step for step in RUNNING if isinstance(step, bytes)))
+        peer.recv(1)
+
+    async def begin(url: str) -> DirectDriver:
+        driver = DirectDriver(AsyncioSockets())
+        await Driven(driver, asked(url)).comes("first_token")
+        return driver
+
+    files = open_files()
+    for _ in range(5):
+        with warnings.catch_warnings(), serving(serve) as url:
+            warnings.simplefilter("ignore", ResourceWarning)  # asyncio's own, of its transport
+            loop = asyncio.new_event_loop()
+            driver = loop.run_until_complete(begin(url))
+            loop.close()
+            asyncio.run(driver.aclose())
+            del driver
+            gc.collect()
+    assert open_files() == files
+
+
+async def test_what_a_listener_raises_does_not_keep_the_rest_from_being_reported() -> None:
+    heard: list[str] = []
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    async with Replay(WHOLE) as server, driving() as driver:
+
+        def listen(kind: str, _: object) -> None:
+            heard.append(kind)
+            if kind == "connected":
+                exchange.send()
+            if kind == "head":
+                raise ZeroDivisionError
+
+        exchange = driver.start(asked(server.url), listen)
+        await until(lambda: "ended" in heard or "failed" in heard)
+        exchange.end()
+    assert heard[:2] == ["connected", "head"]
+    assert heard[-1] == "ended"
+    assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
