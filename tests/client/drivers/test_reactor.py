@@ -289,6 +289,25 @@ async def test_a_loop_has_one_reactor_that_its_last_user_closes() -> None:
         assert open_files() <= files
 
 
+async def test_a_loop_that_cannot_watch_descriptors_is_refused_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unable:
+        def add_reader(self, *_: object) -> None:
+            raise NotImplementedError
+
+        remove_reader = add_reader
+
+        def is_closed(self) -> bool:
+            return False
+
+    monkeypatch.setattr(asyncio, "get_running_loop", Unable)
+    before = open_files()
+    with pytest.raises(NotImplementedError):
+        ReactorSockets()
+    assert open_files() == before
+
+
 async def test_the_loop_watches_the_next_owner_of_a_descriptor() -> None:
     sockets = ReactorSockets()
     before = descriptors()

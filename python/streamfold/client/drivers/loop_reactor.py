@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from streamfold import _core
+if sys.platform == "linux":
+    from streamfold._core import Reactor
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,11 +42,11 @@ class LoopReactor:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, rests: tuple[float, float]) -> None:
-        if not hasattr(_core, "Reactor"):
+        if sys.platform != "linux":
             raise NotImplementedError("there is no reactor for this system")
         self.loop = loop
         self.rests = rests
-        self.core = _core.Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
+        self.core = Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
         self.users = 0
         self._process = os.getpid()
         self._handlers: dict[int, OnEvent] = {}
@@ -56,6 +59,8 @@ class LoopReactor:
             loop.add_reader(self._urgent_fd, self._sweep_urgent)
             loop.add_reader(self._fd, self._sweep)
         except BaseException:
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_reader(self._urgent_fd)
             self.core.close()
             raise
 
