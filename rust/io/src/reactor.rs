@@ -193,14 +193,20 @@ impl Reactor {
     }
 
     /// Close a connection now, in any phase. No event follows.
-    pub fn end(&mut self, id: ConnectionId) {
-        let Some(connection) = self.connections.remove(id) else { return };
+    ///
+    /// Returns the exchange that it carried, to be dropped where its request may be freed.
+    pub fn end(&mut self, id: ConnectionId) -> Option<Arc<Shared>> {
+        let connection = self.connections.remove(id)?;
         if self.is_owner() {
             if let Some((lane, _)) = connection.watched {
                 // A forked child that holds the socket would keep it in the poll.
                 self.poll(lane).remove(connection.socket.as_fd());
             }
             finish(&connection);
+        }
+        match connection.phase {
+            Phase::Busy { exchange, .. } => Some(exchange),
+            Phase::Connecting | Phase::Idle { .. } | Phase::Over => None,
         }
     }
 
@@ -218,7 +224,10 @@ impl Reactor {
 
     fn insert(&mut self, socket: Socket) -> io::Result<ConnectionId> {
         let id = self.connections.insert(Connection::new(socket));
-        self.watch(id).inspect_err(|_| self.end(id))?;
+        if let Err(error) = self.watch(id) {
+            self.end(id);
+            return Err(error);
+        }
         Ok(id)
     }
 

@@ -137,7 +137,7 @@ impl Reactor {
 
     /// Close a connection now, for the server as well. No event follows. Idempotent.
     fn end(&self, py: Python<'_>, connection: u64) {
-        self.with(py, |reactor| reactor.end(ConnectionId::from_u64(connection)));
+        drop(self.with(py, |reactor| reactor.end(ConnectionId::from_u64(connection))));
     }
 
     /// Close all connections and the polls. The loop must not watch the descriptors any more. Idempotent.
