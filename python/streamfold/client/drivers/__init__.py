@@ -1,0 +1,1 @@
+"""What carries requests to engines and their replies to the parser: one Driver for each kind of transport."""

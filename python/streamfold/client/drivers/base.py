@@ -1,0 +1,145 @@
+"""Driver: carries requests to servers, and their replies to the parser. The contract of all transports.
+
+A driver reports what changes, to one listener for each request, and nothing for an event of a stream. In this order:
+
+| kind | what happened | detail |
+| --- | --- | --- |
+| ``connected`` | the request can leave: call :meth:`Exchange.send` | None |
+| ``head`` | the status and headers were received | :class:`Head` |
+| ``first_token`` | the stream brought its first token | None |
+| ``finished`` | the terminal event was received; the rest of the body follows | None |
+| ``overrun`` | the stream went on far past ``max_new_tokens``, and is read no further | None |
+| ``error`` | the stream is damaged or truncated, or the engine reported an error in it | a ``StreamfoldError`` |
+| ``failed`` | there is no usable reply | :class:`Failure` |
+| ``ended`` | nothing more is sent or read; always the last, exactly once | None |
+
+After ``ended`` the connection is kept for the next request, or stays open until :meth:`Exchange.end`: an abort request
+has to reach the engine before it sees the connection close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from streamfold._core import Generation
+    from streamfold.client.urls import Origin
+
+__all__ = ["Driver", "Exchange", "Failure", "Fields", "Head", "HttpRequest", "Kind", "Listener"]
+
+Kind = Literal["connected", "head", "first_token", "finished", "overrun", "error", "failed", "ended"]
+Listener = Callable[[Kind, Any], None]
+Fields = tuple[tuple[str, str], ...]  # names and values of headers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpRequest:
+    """One request.
+
+    Attributes:
+        origin: the server.
+        method: a GET has no body.
+        target: the path, with its query.
+        fields: the headers, but for those that HTTP itself needs (``Host``, ``Content-Length``, ...).
+        body: the content.
+        stream: the keyword arguments of the :class:`~streamfold.Parser` of the reply. None: the reply is no stream,
+            and its body is kept.
+        max_body_bytes: how much is kept of the body of a reply that is no stream; a longer one ends early.
+        connect_timeout: seconds to find the address, open the connection and agree on TLS; None for no limit.
+        fresh: whether to use a new connection only.
+    """
+
+    origin: Origin
+    method: Literal["GET", "POST"]
+    target: str
+    fields: Fields
+    body: bytes = b""
+    stream: Mapping[str, Any] | None = None
+    max_body_bytes: int = 1 << 16
+    connect_timeout: float | None = None
+    fresh: bool = False
+
+    @property
+    def url(self) -> str:
+        """The address, for messages."""
+        return f"{self.origin}{self.target}"
+
+
+class Head(NamedTuple):
+    """Status and headers of a reply.
+
+    Attributes:
+        status: 200 or more.
+        is_stream: whether the body goes to the parser: status 200, plain ``text/event-stream``.
+        headers: names in lower case. Empty if ``is_stream``.
+    """
+
+    status: int
+    is_stream: bool
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no usable reply.
+
+    Attributes:
+        message: in words.
+        retryable: whether another try may help.
+        timed_out: whether the connection could not be opened in time.
+        is_stale: whether a kept connection failed before the first byte of a reply: the server may have closed it
+            before the request reached it.
+        cause: the exception behind it.
+    """
+
+    message: str
+    retryable: bool = True
+    timed_out: bool = False
+    is_stale: bool = False
+    cause: BaseException | None = None
+
+
+class Exchange(Protocol):
+    """One request and its reply, on their way."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens received so far. May be read in any thread."""
+
+    @property
+    def first_token_at(self) -> float:
+        """When the first token was received, by ``time.monotonic()``; infinite before."""
+
+    @property
+    def last_token_at(self) -> float:
+        """When the last token was received, by ``time.monotonic()``; infinite before the first."""
+
+    def send(self) -> None:
+        """After ``connected``: let the request leave."""
+
+    def abort(self) -> None:
+        """Keep what still arrives, report no truncation, and do not use the connection again."""
+
+    def end(self) -> None:
+        """Close the connection now, unless it is kept. Idempotent. ``ended`` follows, if it was not reported yet."""
+
+    def urgent(self) -> None:
+        """Read now what has arrived."""
+
+    def take(self) -> Generation:
+        """Return what the stream has brought. Nothing more is parsed afterwards. Once."""
+
+    def take_body(self) -> bytes:
+        """Return what was kept of the body of a reply that is no stream. Once."""
+
+
+class Driver(Protocol):
+    """Carries requests. Bound to the running event loop."""
+
+    def start(self, request: HttpRequest, listener: Listener) -> Exchange:
+        """Start a request. ``listener`` is not called before this returns."""
+
+    async def aclose(self) -> None:
+        """Close all connections, and wait until nothing is left. Idempotent."""
