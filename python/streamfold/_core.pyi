@@ -1,13 +1,30 @@
 """The Rust core: parses the bytes of a streamed response into numpy arrays."""
 
-from collections.abc import Sequence
+import sys
+from asyncio import BaseTransport
+from collections.abc import Callable, Sequence
+from os import PathLike
+from socket import socket as Socket  # noqa: N812  # an argument has its name
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import Self, disjoint_base
 
-__all__ = ["DIALECTS", "Exchange", "Experts", "Generation", "Parser", "RequestHead", "__version__"]
+__all__ = [
+    "DIALECTS",
+    "ConnectionProtocol",
+    "Exchange",
+    "Experts",
+    "Generation",
+    "Parser",
+    "ReadRest",
+    "RequestHead",
+    "__version__",
+]
+if sys.platform == "linux":
+    __all__ += ["Reactor"]
 
 __version__: Final[str]
 DIALECTS: Final[tuple[str, ...]]
@@ -22,6 +39,40 @@ DIALECTS: Final[tuple[str, ...]]
 
 _FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _ExpertsDtype: TypeAlias = Literal["int32", "uint8", "uint16"]
+
+@disjoint_base
+class ConnectionProtocol:
+    """Carries exchanges on one connection of an event loop. A protocol, to be mixed with ``asyncio.BufferedProtocol``.
+
+    - ``buffer``: what transports read into; its content is used at once, so all connections of a loop share one.
+    - ``rest``: where a connection rests after it has read from a stream.
+    - ``socket``: the socket below the transport.
+
+    It carries one exchange at a time, and is used in the thread of its loop.
+    """
+
+    def __new__(cls, buffer: memoryview, rest: ReadRest, socket: Socket) -> Self: ...
+    def attach(self, transport: BaseTransport, reader: BaseTransport) -> None:
+        """Use ``transport``, above ``reader``, which reads from the socket."""
+    def begin(self, exchange: Exchange, on_event: Callable[[str, Any], None]) -> list[tuple[str, Any]] | None:
+        """Carry an exchange: its request leaves at once.
+
+        ``on_event`` gets kind and payload of each event from now on. Returns the events that there are already, or None
+        if the connection had been kept and shows a byte or its end: then it is closed, and nothing was sent.
+        """
+    def abort(self) -> None:
+        """The rest of the reply is of no use: read it without a rest, and do not report what goes wrong with it."""
+    def urgent(self) -> None:
+        """Read as soon as the loop can."""
+    def end(self) -> None:
+        """Close the connection now; no event follows. Idempotent."""
+    def connection_made(self, transport: BaseTransport) -> None: ...
+    def get_buffer(self, sizehint: int) -> memoryview: ...
+    def buffer_updated(self, nbytes: int) -> None: ...
+    def eof_received(self) -> bool: ...
+    def connection_lost(self, exc: BaseException | None) -> None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
 
 @final
 class Exchange:
@@ -256,6 +307,91 @@ class Parser:
         """Whether ``[DONE]`` was received."""
     def __sizeof__(self) -> int:
         """Bytes of memory held: arrays, text, and an incomplete event."""
+
+if sys.platform == "linux":
+    @final
+    class Reactor:
+        """Sockets to servers, and the exchanges that they carry, below an event loop. Linux only.
+
+        The loop watches two descriptors: when :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`; when
+        :meth:`fileno` is readable, it calls :meth:`sweep`, and rests for as long as that says.
+
+        - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
+        - ``rest_ceiling``: the longest rest, in seconds.
+
+        Events are tuples ``(connection, kind, payload)``:
+
+        - ``"opened"``: 0, or the errno, and the connection is gone
+        - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
+          for a stream
+        - ``"first_token"``, ``"finished"``, ``"overrun"``: None
+        - ``"error"``: the exception
+        - ``"failed"``: ``(errno or None, message, whether no byte of a reply was received)``
+        - ``"ended"``: whether the connection can carry another exchange. It stays open in any case, until :meth:`end`
+
+        Raises ``OSError`` if there are no descriptors left.
+        """
+
+        def __new__(cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05) -> Reactor: ...
+        def fileno(self) -> int:
+            """The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`."""
+        def urgent_fileno(self) -> int:
+            """The descriptor of the poll that is swept without a rest. -1 after :meth:`close`.
+
+            It has what connects, sends, or receives a reply that is no stream, and what follows an abort.
+            """
+        def connect(self, host: str, port: int, scope_id: int = 0) -> int:
+            """Start to connect to a literal address, and return the connection; ``"opened"`` follows.
+
+            ``scope_id`` is the zone of an IPv6 address, as the index of its interface; 0 for none.
+
+            Raises ``OSError`` if there is no descriptor left or no way to the address, and ``ValueError`` if it is no
+            literal address.
+            """
+        def connect_unix(self, path: str | PathLike[str]) -> int:
+            """Connect to a Unix socket, and return the connection; ``"opened"`` follows.
+
+            Raises ``BlockingIOError`` while the server's backlog is full, and ``OSError`` as :meth:`connect`.
+            """
+        def start(self, connection: int, exchange: Exchange) -> bool:
+            """Let an open connection carry an exchange, and send at once what the socket takes.
+
+            Returns False if there is no such connection, or if it has carried one before and shows a byte or its end:
+            then it is closed, and the exchange can go over another connection.
+            """
+        def sweep(self) -> tuple[list[tuple[int, str, Any]], float | None]:
+            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB.
+
+            Returns the events, and the seconds to rest: 0 if sockets are left that have not had their turn, None if
+            nothing was there to read.
+            """
+        def sweep_urgent(self) -> list[tuple[int, str, Any]]:
+            """Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.
+
+            The descriptor stays readable if sockets are left that have not had their turn.
+            """
+        def read_now(self, connection: int) -> list[tuple[int, str, Any]]:
+            """Read what the socket of one connection holds, up to 4 MiB. Returns the events."""
+        def abort(self, connection: int) -> list[tuple[int, str, Any]]:
+            """The rest of the reply is of no use: read it without a rest, keep what arrives. Returns the events."""
+        def end(self, connection: int) -> None:
+            """Close a connection now, for the server as well. No event follows. Idempotent."""
+        def close(self) -> None:
+            """Close all connections and the polls. The loop must not watch the descriptors any more. Idempotent."""
+
+@final
+class ReadRest:
+    """Transports that rest after a read, so that the next one finds several events at once.
+
+    ``schedule`` is called once, when the first transport pauses; :meth:`resume` ends the rest of all.
+    """
+
+    def __new__(cls, schedule: Callable[[], object]) -> ReadRest: ...
+    @property
+    def work(self) -> float:
+        """Seconds from the beginning of the first read since the last rest to the end of the latest one."""
+    def resume(self) -> None:
+        """Let all transports read again."""
 
 @final
 class RequestHead:

@@ -79,6 +79,8 @@
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 
 mod exchange;
+#[cfg(target_os = "linux")]
+pub mod reactor;
 mod shared;
 
 pub use exchange::{

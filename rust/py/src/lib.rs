@@ -7,6 +7,10 @@ mod experts;
 mod generation;
 mod options;
 mod parser;
+mod protocol;
+#[cfg(target_os = "linux")]
+mod reactor;
+mod read_rest;
 mod request_head;
 
 use pyo3::prelude::*;
@@ -25,6 +29,13 @@ mod _core {
     use crate::generation::Generation;
     #[pymodule_export]
     use crate::parser::Parser;
+    #[pymodule_export]
+    use crate::protocol::ConnectionProtocol;
+    #[cfg(target_os = "linux")]
+    #[pymodule_export]
+    use crate::reactor::Reactor;
+    #[pymodule_export]
+    use crate::read_rest::ReadRest;
     #[pymodule_export]
     use crate::request_head::RequestHead;
 
