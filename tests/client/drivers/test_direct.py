@@ -18,7 +18,6 @@ from support.driving import Driven, asked, told
 from support.leftovers import open_files, settled
 from support.paths import DATA
 from support.replay import (
-    DONE,
     END,
     FIN,
     HANG,
@@ -217,7 +216,7 @@ async def test_after_a_truncated_stream_the_socket_stays_open_until_the_caller_e
         await Driven(driver, told(server.url)).ended()
         assert not server.generates[0].peer_closed.is_set()
         driven.exchange.end()
-        await until(lambda: server.generates[0].peer_closed.is_set())
+        await until(server.generates[0].peer_closed.is_set)
 
 
 async def test_closing_the_driver_ends_what_runs_and_what_connects(tls: ssl.SSLContext | None) -> None:

@@ -88,8 +88,13 @@ class Connector:
         opening.begin()
         return opening
 
+    def closed(self, opened: Opened) -> None:
+        """A connection was closed, as far as the caller is concerned: its descriptor may take a moment."""
+        if opened.is_reserved:
+            self.reserve.take_back()
+
     def freed(self) -> None:
-        """A connection was closed: fill the reserve, then let who waits for a descriptor try again."""
+        """A descriptor is free: fill the reserve, then let who waits for one try again."""
         if not self.shared.descriptors.is_waited_for_first:
             self.reserve.fill()
         self.shared.descriptors.freed()
@@ -135,7 +140,7 @@ class Opening:
         self._timeout = timeout
         self._on_opened = on_opened
         self._is_control = is_control
-        self._is_reserved = False
+        self._lent = 0  # descriptors of the reserve
         self._is_settled = False
         self._untried: list[Address] = []
         self._attempts: dict[Address, Callable[[], None]] = {}  # what cancels them
@@ -179,6 +184,8 @@ class Opening:
         self._attempts, self._pauses, self._cancel_wait, self._stagger, self._timer = {}, {}, None, None, None
         for cancel in cancels:
             cancel()
+        self._connector.reserve.take_back(self._lent)
+        self._lent = 0
         if had_descriptors and self._shared.descriptors.is_waited_for and not self._loop.is_closed():
             self._loop.call_soon(self._connector.freed)
 
@@ -222,20 +229,16 @@ class Opening:
         self._state = "the server does not answer"
         on_done = partial(self._on_done, address, self._loop.time(), again)
         self._attempts[address] = self._connector.sockets.open(address, self._origin, on_done)
-        if again:  # there may be more where this descriptor came from
-            self._loop.call_soon(self._probe_next)
-
-    def _probe_next(self) -> None:
-        """Let the next one try too, if this one did not fail at once."""
-        if self._attempts or self._is_settled:
-            self._shared.descriptors.freed()
 
     def _on_done(self, address: Address, began: float, again: bool, result: Connection | OSError) -> None:  # noqa: FBT001  # bound by partial
         del self._attempts[address]
         if not isinstance(result, OSError):
             self._shared.turns.opened(address, self._connector.rate, began)
+            is_reserved, self._lent = self._lent > 0, max(0, self._lent - 1)
             self.cancel()
-            self._on_opened(Opened(result, self._is_reserved))
+            self._on_opened(Opened(result, is_reserved))
+            if again:  # there may be more where its descriptor came from
+                self._shared.descriptors.freed()
         elif is_shortage(result):
             self._on_shortage(address, again=again)
         elif result.errno == errno.EAGAIN and address.family == socket.AF_UNIX:
@@ -260,8 +263,8 @@ class Opening:
     # Descriptors.
 
     def _on_shortage(self, address: Address, *, again: bool) -> None:
-        if self._is_control and self._connector.reserve.give_up():
-            self._is_reserved = True
+        if self._is_control and self._connector.reserve.lend():
+            self._lent += 1
             self._attempt(address, again=False)
             return
         self._wait_for_descriptor(address, again=again)

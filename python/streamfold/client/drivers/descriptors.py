@@ -95,7 +95,7 @@ class DescriptorQueue:
 
 
 class Reserve:
-    """A few descriptors that are held open, and given up for a request that must not wait.
+    """A few descriptors that are held open, and lent to requests that must not wait.
 
     Args:
         size: how many. None: one of 64 that the process may have, at most 8.
@@ -107,21 +107,27 @@ class Reserve:
             size = _MOST_RESERVED if soft == resource.RLIM_INFINITY else max(1, min(_MOST_RESERVED, soft // 64))
         self._size = size
         self._held: list[int] = []
+        self._lent = 0
 
     def fill(self) -> None:
-        """Open what is missing, as far as descriptors are free."""
+        """Open what is neither held nor lent, as far as descriptors are free."""
         with contextlib.suppress(OSError):
-            while len(self._held) < self._size:
+            while len(self._held) + self._lent < self._size:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
-    def give_up(self) -> bool:
-        """Close one. Returns whether there was one."""
-        if self._held:
-            os.close(self._held.pop())
-            return True
-        return False
+    def lend(self) -> bool:
+        """Close one, so that a socket can have its place. Returns whether there was one."""
+        if not self._held:
+            return False
+        os.close(self._held.pop())
+        self._lent += 1
+        return True
+
+    def take_back(self, count: int = 1) -> None:
+        """Sockets that had the place of lent ones are closed: the next :meth:`fill` opens them again."""
+        self._lent -= count
 
     def close(self) -> None:
         """Close all. Idempotent."""
-        while self.give_up():
-            pass
+        while self._held:
+            os.close(self._held.pop())

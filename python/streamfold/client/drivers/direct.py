@@ -42,7 +42,7 @@ class DirectDriver:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sockets = sockets
-        self._idle = IdlePool(self._loop, self.freed, seconds=kept_seconds)
+        self._idle = IdlePool(self._loop, self.closed, seconds=kept_seconds)
         self._connector = Connector(self._loop, sockets, self._make_room, rate=rate, reserve=reserve)
         self._exchanges: set[DirectExchange] = set()  # those that may hold a connection
         # In the order in which they came; a connection that gets free may serve them.
@@ -130,8 +130,9 @@ class DirectDriver:
         """An exchange holds no connection any more."""
         self._exchanges.discard(exchange)
 
-    def freed(self) -> None:
+    def closed(self, opened: Opened) -> None:
         """A connection was closed. Its descriptor is free after the callbacks that are due."""
+        self._connector.closed(opened)
         if not (self._is_closed or self._loop.is_closed()):
             self._loop.call_soon(self._on_freed)
 

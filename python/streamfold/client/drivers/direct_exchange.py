@@ -26,7 +26,7 @@ class Owner(Protocol):
     def take_kept(self, exchange: DirectExchange) -> Opened | None: ...  # noqa: D102
     def keep(self, origin: Origin, opened: Opened) -> None: ...  # noqa: D102
     def discard(self, exchange: DirectExchange) -> None: ...  # noqa: D102
-    def freed(self) -> None: ...  # noqa: D102
+    def closed(self, opened: Opened) -> None: ...  # noqa: D102
 
 
 class _State(enum.Enum):
@@ -102,8 +102,8 @@ class DirectExchange:
             if self._opened.connection.start(self._core, self._on_event):
                 self._state = _State.RUNNING
                 return
-            self._opened = None  # the server has closed it, or sent what nobody asked for
-            self._owner.freed()
+            self._owner.closed(self._opened)  # by the server, or because it sent what nobody asked for
+            self._opened = None
             if not self._reuses:
                 self.fail(Failure("the server closed the connection before the request was sent"))
                 return
@@ -129,7 +129,7 @@ class DirectExchange:
         self._owner.discard(self)
         if opened is not None:
             opened.connection.end()
-            self._owner.freed()
+            self._owner.closed(opened)
         if self._state is not _State.ENDED:
             self._state = _State.ENDED
             self._listener("ended", None)

@@ -32,7 +32,7 @@ class IdlePool:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_closed: Callable[[], None], *, seconds: float = KEPT_SECONDS
+        self, loop: asyncio.AbstractEventLoop, on_closed: Callable[[Opened], None], *, seconds: float = KEPT_SECONDS
     ) -> None:
         self._loop = loop
         self._on_closed = on_closed
@@ -104,4 +104,4 @@ class IdlePool:
 
     def _close(self, kept: _Kept) -> None:
         kept.opened.connection.end()
-        self._on_closed()
+        self._on_closed(kept.opened)

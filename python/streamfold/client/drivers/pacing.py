@@ -17,6 +17,8 @@ _SLOW_SECONDS = 0.8
 _LOWEST_SHARE = 1 / 16
 # From the lowest rate back to the full one.
 _RECOVERY_SECONDS = 10.0
+# One connection, but for rounding: a time plus a wait is not exact.
+_ONE = 1 - 1e-6
 
 
 class Pacing:
@@ -46,7 +48,7 @@ class Pacing:
     def take(self, now: float) -> bool:
         """Whether one more connection may begin now. It is counted."""
         self._count(now)
-        if self._allowance < 1:
+        if self._allowance < _ONE:
             return False
         self._allowance -= 1
         return True
