@@ -123,7 +123,9 @@ impl Sglang {
             Some(side::read(data, fields, progress, len, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
-        if !builder.generation.reserve(step.new) || !builder.text.reserve(text, step.mode == Mode::Cumulative) {
+        if !builder.generation.reserve(step.new, options.max_new_tokens)
+            || !builder.text.reserve(text, step.mode == Mode::Cumulative)
+        {
             let message = format!("out of memory for {} more tokens and {text} bytes of text", step.new);
             return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }

@@ -104,7 +104,7 @@ impl Vllm {
         let progress = Progress { kept, new, is_last: reason.is_some() };
         let side = side::read(data, fields, progress, options, &builder.generation)?;
         let text = fields.choice.text.get().map_or(0, |text| text.span.of(data).len());
-        if !builder.generation.reserve(new) || !builder.text.reserve(text, false) {
+        if !builder.generation.reserve(new, options.max_new_tokens) || !builder.text.reserve(text, false) {
             let message = format!("out of memory for {new} more tokens and {text} bytes of text");
             return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
