@@ -116,3 +116,16 @@ def test_a_run_that_ended_an_object_does_not_hide_what_comes_behind_it_later() -
     reading = agreed(b"".join(sse(event.encode()) for event in events), aborted=True).reading
     assert reading.version_spans == [("v", 3, 4)]
     assert reading.meta["a"] == 1
+
+
+@pytest.mark.parametrize("changed", range(5))
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_value_that_goes_and_comes_back_is_the_latest_one(changed: int, times: int) -> None:
+    keys = ["cached_tokens", "weight_version", "a", "b", "c"]
+    body = b""
+    for n, value in enumerate([1] * 3 + [2] * times + [1] * 2 + [2], start=1):
+        members = [f'"{key}":{value if place == changed else 1}' for place, key in enumerate(keys)]
+        told = [f'"output_token_logprobs":[[-0.5,{n},null]]', f'"completion_tokens":{n}']
+        body += sse(('{"text":"x","meta_info":{' + ",".join(members + told) + "}}").encode())
+        reading = agreed(body, aborted=True).reading
+        assert [reading.cached_tokens, *(reading.meta[key] for key in keys[1:])][changed] == value
