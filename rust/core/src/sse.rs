@@ -140,9 +140,8 @@ impl Framer {
         if self.line.is_empty() {
             self.line_offset = base + start as u64;
         }
-        let first = start;
-        for index in memchr::memchr2_iter(b'\n', b'\r', &read[first..]) {
-            let end = first + index;
+        while let Some(index) = line_end(&read[start..]) {
+            let end = start + index;
             let is_lf_of_crlf = self.after_cr && end == start && self.line.is_empty() && read[end] == b'\n';
             self.after_cr = read[end] == b'\r';
             let first = std::mem::replace(&mut start, end + 1);
@@ -370,6 +369,12 @@ fn field(line: &[u8]) -> Option<Field> {
         [b':', b' ', value @ ..] | [b':', value @ ..] => Some(Field::Event(value == b"error")),
         _ => None,
     }
+}
+
+/// The offset of the next line end. It comes at once behind the last line of an event.
+#[inline]
+fn line_end(rest: &[u8]) -> Option<usize> {
+    if let Some(b'\n' | b'\r') = rest.first() { Some(0) } else { memchr::memchr2(b'\n', b'\r', rest) }
 }
 
 /// Pass an event on, unless its data is blank (a heartbeat).

@@ -33,7 +33,7 @@ struct Reader<'a> {
     fields: &'a mut Fields,
 }
 
-impl<'a> Reader<'a> {
+impl Reader<'_> {
     fn read(&mut self) -> Result<()> {
         self.buffers.clear();
         if self.cursor.peek()? == Peek::Object {
@@ -59,7 +59,7 @@ impl<'a> Reader<'a> {
             if key.usage().repeats() && self.next_same_value() {
                 // The value was checked and applied with the last event.
                 if key.usage().is_needed() {
-                    repeat(key, &mut self.value_since(from), self.fields);
+                    repeat(key, self.data, Span::new(from, self.cursor.at), self.fields);
                 }
                 continue;
             }
@@ -128,7 +128,7 @@ impl<'a> Reader<'a> {
             if key.usage().repeats() && self.next_same_value() {
                 // As above. A finish reason ends the stream, so a repeated one is null.
                 if key.usage().is_needed() {
-                    repeat_choice(key, &mut self.value_since(from), self.fields);
+                    repeat_choice(key, self.data, Span::new(from, self.cursor.at), self.fields);
                 }
                 continue;
             }
@@ -195,7 +195,7 @@ impl<'a> Reader<'a> {
             let from = self.cursor.at;
             if key.usage().repeats() && self.next_same_value() {
                 if key.usage().is_needed() {
-                    repeat_usage(key, &mut self.value_since(from), self.fields);
+                    repeat_usage(key, self.data, Span::new(from, self.cursor.at), self.fields);
                 }
                 continue;
             }
@@ -219,21 +219,16 @@ impl<'a> Reader<'a> {
     fn next_key<L: LevelKey<Key = Key>>(
         &mut self,
         is_first: bool,
-        repeat: impl Fn(L, &mut Cursor<'_>, &mut Fields),
+        repeat: impl Fn(L, &[u8], Span, &mut Fields),
     ) -> Result<Option<L>> {
         let Self { data, cursor, buffers, fields, .. } = self;
-        let on_needed = |key, value| repeat(key, &mut Cursor::over(data, value), fields);
+        let on_needed = |key, value| repeat(key, data, value, fields);
         buffers.key_cache.next_key(cursor, data, is_first, on_needed)
     }
 
     #[inline]
     fn next_same_value(&mut self) -> bool {
         self.buffers.key_cache.next_same_value(&mut self.cursor, self.data)
-    }
-
-    /// A cursor over the value just taken, which begins at `from`.
-    fn value_since(&self, from: usize) -> Cursor<'a> {
-        Cursor::over(self.data, Span::new(from, self.cursor.at))
     }
 
     /// Keep the value just taken, which begins at `from`: for `Generation.meta`, and to skip it if it is repeated.
@@ -258,27 +253,27 @@ impl<'a> Reader<'a> {
 
 /// Take a value at the top that repeats the last one, and that every event needs.
 #[inline]
-fn repeat(key: EventKey, value: &mut Cursor<'_>, fields: &mut Fields) {
+fn repeat(key: EventKey, data: &[u8], value: Span, fields: &mut Fields) {
     match key {
-        EventKey::OutputMode => fields.output_mode = value.next_string_field(1).unwrap_or_default(),
-        EventKey::WeightVersion => fields.versions.weight_version = value.next_label(1).unwrap_or_default(),
+        EventKey::OutputMode => fields.output_mode = Cursor::at(data, value).next_string_field(1).unwrap_or_default(),
+        EventKey::WeightVersion => fields.versions.weight_version = Field::repeated_label(data, value),
         _ => {}
     }
 }
 
 /// As [`repeat`], of the choice.
 #[inline]
-fn repeat_choice(key: ChoiceKey, value: &mut Cursor<'_>, Fields { choice, .. }: &mut Fields) {
+fn repeat_choice(key: ChoiceKey, data: &[u8], value: Span, Fields { choice, .. }: &mut Fields) {
     if key == ChoiceKey::WeightVersion {
-        choice.versions.weight_version = value.next_label(3).unwrap_or_default();
+        choice.versions.weight_version = Field::repeated_label(data, value);
     }
 }
 
 /// As [`repeat`], of the usage.
 #[inline]
-fn repeat_usage(key: UsageKey, value: &mut Cursor<'_>, Fields { usage, .. }: &mut Fields) {
+fn repeat_usage(key: UsageKey, data: &[u8], value: Span, Fields { usage, .. }: &mut Fields) {
     if key == UsageKey::PromptTokens {
-        usage.prompt_tokens = value.next_count(2).unwrap_or_default();
+        usage.prompt_tokens = Cursor::at(data, value).next_count(2).unwrap_or_default();
     }
 }
 
@@ -286,10 +281,8 @@ fn next_ids(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field
     let ids = &mut buffers.ids;
     ids.clear();
     cursor.next_list(3, |cursor, list| {
-        if list.len > 0 {
-            list.end = next_tokens(cursor, 4, ids)?;
-            list.len = ids.len();
-        }
+        let end = next_tokens(cursor, 4, ids)?;
+        list.set(ids.len(), 0, end);
         Ok(())
     })
 }
