@@ -29,7 +29,7 @@ use crate::exchange::reply::Reply;
 pub use crate::exchange::request::{Body, Method, Request, RequestError, RequestHead, check_field};
 use crate::exchange::state::Signal;
 pub use crate::exchange::state::State;
-use crate::exchange::stream::{Folded, Stream, StreamEnd, split_after_event};
+use crate::exchange::stream::{Folded, Stream, StreamEnd};
 
 /// After the last event of a stream this much of its body is read.
 const MAX_REST_BYTES: usize = 64 << 10;
@@ -224,22 +224,19 @@ impl Exchange {
         }
     }
 
-    /// The next part of the body of a stream, event by event.
-    fn fold_all(&mut self, mut data: &[u8], events: &mut Vec<Event>) {
-        while !data.is_empty() && !self.state.is_over() {
-            let (part, later) = split_after_event(data);
-            data = later;
-            if self.state == State::Rest {
-                self.fold_rest(part, events);
-            } else {
-                self.fold(part, events);
-            }
+    /// The next part of the body of a stream.
+    fn fold_all(&mut self, data: &[u8], events: &mut Vec<Event>) {
+        let rest = if self.state == State::Rest { data } else { &data[self.fold(data, events)..] };
+        if !rest.is_empty() && !self.state.is_over() {
+            self.fold_rest(rest, events);
         }
     }
 
-    fn fold(&mut self, part: &[u8], events: &mut Vec<Event>) {
-        let Some(stream) = &mut self.stream else { return };
-        let Some(folded) = stream.fold(part) else { return };
+    /// Fold up to the event that ends the stream. Returns the number of bytes folded.
+    fn fold(&mut self, part: &[u8], events: &mut Vec<Event>) -> usize {
+        let Some(stream) = &mut self.stream else { return part.len() };
+        let (taken, folded) = stream.fold(part);
+        let Some(folded) = folded else { return taken };
         match self.report(folded, events) {
             None => {}
             Some(error @ Error::Engine(_)) => {
@@ -255,6 +252,7 @@ impl Exchange {
                 self.release();
             }
         }
+        taken
     }
 
     fn fold_rest(&mut self, part: &[u8], events: &mut Vec<Event>) {
