@@ -93,6 +93,7 @@ class Exchange:
         experts_start: int = 0,
         clamped: Literal["raise", "keep"] = "raise",
         max_new_tokens: int | None = None,
+        token_limit: int | None = None,
         max_event_bytes: int = 1073741824,
     ) -> Exchange:
         """A request whose reply should be a stream of tokens. The keywords are those of :class:`Parser`.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CallRequest"]
 
+_MAX_OVERRUN = 256  # tokens past max_new_tokens, after which an engine floods
+
 
 @dataclass(kw_only=True)
 class CallRequest:
@@ -57,6 +59,7 @@ class CallRequest:
             "experts_start": options.experts_start,
             "clamped": self.clamped,
             "max_new_tokens": self.budget,
+            "token_limit": None if self.budget is None else self.budget + _MAX_OVERRUN,
             "max_event_bytes": self.max_event_bytes,
         }
 

@@ -55,6 +55,9 @@ pub struct Exchange {
     max_reply_bytes: usize,
     /// The bytes of the body behind the last event of the stream.
     rest_bytes: usize,
+    /// Whether the last event is an error that the engine reports. Then only the end of the body says that the engine
+    /// works on the request no more.
+    has_engine_error: bool,
 }
 
 impl Exchange {
@@ -77,6 +80,7 @@ impl Exchange {
             reply: Reply::default(),
             max_reply_bytes,
             rest_bytes: 0,
+            has_engine_error: false,
         }
     }
 
@@ -244,6 +248,7 @@ impl Exchange {
                 if self.state != State::Rest {
                     self.go(Signal::LastEvent);
                 }
+                self.has_engine_error = true;
                 events.push(Event::DecodeError(error));
             }
             Some(error) => {
@@ -259,7 +264,12 @@ impl Exchange {
         let room = MAX_REST_BYTES - self.rest_bytes;
         self.rest_bytes += part.len().min(room);
         self.fold(&part[..part.len().min(room)], events);
-        if part.len() > room && !self.state.is_over() {
+        if part.len() <= room || self.state.is_over() {
+            return;
+        }
+        if self.has_engine_error {
+            self.interrupt(ProtocolError::RestTooLarge(MAX_REST_BYTES).into(), events);
+        } else {
             self.end_body(false, events);
         }
     }
@@ -298,12 +308,17 @@ impl Exchange {
         }
     }
 
-    /// The body broke off.
+    /// The body broke off, or goes on too long.
     fn interrupt(&mut self, failure: Failure, events: &mut Vec<Event>) {
         if let Some(error) = self.close_body(events) {
             self.go(Signal::Fail);
             events.push(Event::Failed { failure, is_unanswered: false });
             events.extend([Event::DecodeError(error), Event::Ended { reusable: false }]);
+            self.release();
+        } else if self.has_engine_error && !self.is_aborted && !self.state.is_over() {
+            self.go(Signal::Fail);
+            events.push(Event::Failed { failure, is_unanswered: false });
+            events.push(Event::Ended { reusable: false });
             self.release();
         } else if !self.state.is_over() {
             self.end(false, events);

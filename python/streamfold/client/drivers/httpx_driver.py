@@ -261,8 +261,9 @@ class HttpxExchange:
                 self.first_token_at = self.last_token_at
                 self._report("first_token", None)
         if self._parser.finished and not self._finished:
-            self._finished = self._is_rest = True
-            self._report("finished", None)
+            self._finished = True
+            self._is_rest = not self._parser.overrun
+            self._report("overrun" if self._parser.overrun else "finished", None)
 
 
 def _ignore(kind: Kind, detail: object) -> None:

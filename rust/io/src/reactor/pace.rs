@@ -41,8 +41,8 @@ mod tests {
     fn the_rest_is_nine_times_the_sweep_within_its_bounds() {
         let pace = Pace::default();
         assert_eq!(
-            [0.0, 0.0005, 0.002, 0.1, -1.0].map(|seconds| pace.rest(seconds)),
-            [0.005, 0.005, 0.018, 0.05, 0.005]
+            [0.0, 0.0005, 0.001_953_125, 0.1, -1.0].map(|seconds| pace.rest(seconds)),
+            [0.005, 0.005, 0.017_578_125, 0.05, 0.005]
         );
         assert_eq!(Pace::new(0.0, 0.0).rest(1.0), 0.001);
         assert_eq!(Pace::new(f64::NAN, f64::NAN).rest(1.0), 0.001);
