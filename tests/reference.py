@@ -52,6 +52,7 @@ class Reading:
     clamped_logprobs: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     done: bool = False
+    overrun: bool = False
     error: str | None = None
     kind: str | None = None
     status: int | None = None
@@ -92,19 +93,22 @@ def read(
     prompt_len: int | None = None,
     experts_start: int = 0,
     clamped: str = "raise",
+    token_limit: int | None = None,
     aborted: bool = False,
 ) -> Reading:
     """Read a whole body; the arguments are those of ``Parser`` and of its ``close``."""
     asked = Asked(logprobs, experts, prompt_len, experts_start, keep_clamped=clamped == "keep")
     state = State(mode=MODES[dialect])
-    done = False
+    done = overrun = False
     ending: dict[str, Any] = {}
     try:
         for name, data, complete in events(body):
             if data == b"[DONE]":
                 done = True
-            elif not done and (complete or is_json(data)):
+            elif not done and not overrun and (complete or is_json(data)):
                 state = after(dialect, state, asked, name, data)
+                if token_limit is not None and len(state.ids) > token_limit and state.finish is None:
+                    state.finish, overrun = "length", True
         if state.finish is None and not aborted:
             ending = {"error": "StreamTruncated"}
     except Undecodable as error:
@@ -127,6 +131,7 @@ def read(
         clamped_logprobs=state.clamped,
         meta=state.meta,
         done=done,
+        overrun=overrun,
         **ending,
     )
 

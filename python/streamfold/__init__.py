@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts, Generation, Parser, __version__
 from streamfold.client.call import Call
-from streamfold.client.client import Client, Running
+from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries, Timeouts
+from streamfold.client.session import Running
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:

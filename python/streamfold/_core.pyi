@@ -93,6 +93,7 @@ class Exchange:
         experts_start: int = 0,
         clamped: Literal["raise", "keep"] = "raise",
         max_new_tokens: int | None = None,
+        token_limit: int | None = None,
         max_event_bytes: int = 1073741824,
     ) -> Exchange:
         """A request whose reply should be a stream of tokens. The keywords are those of :class:`Parser`.
@@ -260,7 +261,9 @@ class Parser:
     - ``experts_start``: the position of the first row of routed experts.
     - ``clamped``: what to do with the engine's substitute for a logprob of minus infinity: ``"raise"`` a
       ``DecodeError``, or ``"keep"`` and count it.
-    - ``max_new_tokens``: the number of tokens to reserve memory for. It is not a limit.
+    - ``max_new_tokens``: the number of tokens to reserve memory for when the first ones arrive. It is not a limit.
+    - ``token_limit``: the event with which the stream has more tokens than this is its last: its tokens are kept, the
+      finish reason is ``"length"``, and later events are skipped.
     - ``max_event_bytes``: an event with more bytes is a ``DecodeError``.
 
     Events are applied atomically. After an error, :meth:`feed` and :meth:`close` raise it again, and :meth:`take`
@@ -277,6 +280,7 @@ class Parser:
         experts_start: int = 0,
         clamped: Literal["raise", "keep"] = "raise",
         max_new_tokens: int | None = None,
+        token_limit: int | None = None,
         max_event_bytes: int = 1073741824,
     ) -> Parser: ...
     def feed(self, data: bytes | bytearray | memoryview, /) -> int:
@@ -301,7 +305,13 @@ class Parser:
         """The number of tokens received so far."""
     @property
     def finished(self) -> bool:
-        """Whether the terminal event, the one with a finish reason, was received. vLLM sends the usage after it."""
+        """Whether the generation has its finish reason, from the terminal event or because of ``token_limit``.
+
+        vLLM sends the usage after the terminal event.
+        """
+    @property
+    def overrun(self) -> bool:
+        """Whether the generation ended because it went past ``token_limit``. The engine does not know that."""
     @property
     def done(self) -> bool:
         """Whether ``[DONE]`` was received."""

@@ -91,7 +91,7 @@ async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_r
 async def test_an_engine_that_does_not_answer_the_abort_is_left_after_a_second(
     speech: Speech, silence: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 1.2)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 1.2)
     async with (
         speech.replay(speech.running, routes={speech.abort_path: silence}) as server,
         speech.client(server.url) as client,

@@ -83,7 +83,7 @@ async def test_behind_a_router_aborts_go_to_each_worker_and_not_to_the_router(sp
 async def test_a_dead_worker_is_logged_once_and_does_not_delay_aborts_at_the_others(
     speech: Speech, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.4)
     async with speech.replay() as dead:
         pass
     async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:
@@ -104,7 +104,7 @@ async def test_a_dead_worker_is_logged_once_and_does_not_delay_aborts_at_the_oth
 async def test_an_early_abort_is_repeated_at_each_worker_without_waiting_for_one_that_hangs(
     speech: Speech, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr("streamfold.client.attempt._ABORT_REPLY_SECONDS", 60.0)
     enough = asyncio.Event()
     hangs: list[Step] = [enough, *answer_json(None)]
@@ -224,8 +224,8 @@ async def test_a_worker_that_hangs_delays_neither_aborts_at_the_others_nor_the_c
     speech: Speech,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 1.0)
-    monkeypatch.setattr("streamfold.client.control._MAX_CONCURRENT", 4)  # all of them would take 25 s
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("streamfold.client.control_requests._MAX_CONCURRENT", 4)  # all of them would take 25 s
     before = asyncio.all_tasks()
     count = 100
     async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:

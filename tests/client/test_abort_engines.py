@@ -49,7 +49,7 @@ def warnings(caplog: pytest.LogCaptureFixture, server: Replay) -> int:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.5)
     monkeypatch.setattr("streamfold.client.control._SWEEP_SECONDS", 0.02)
     monkeypatch.setattr("streamfold.client.control._REPEAT_SECONDS", 0.01)
 
@@ -120,8 +120,8 @@ async def test_an_engine_that_never_gets_idle_is_given_up_when_the_time_is_over(
 async def test_when_the_time_is_over_no_abort_of_all_is_left_that_could_end_what_is_started_next(
     speech: Speech, queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 1.6)
-    monkeypatch.setattr("streamfold.client.control._MAX_CONCURRENT", 1)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 1.6)
+    monkeypatch.setattr("streamfold.client.control_requests._MAX_CONCURRENT", 1)
     async with engine(speech, 0, abort=[HANG]) as server, speech.client(server.url) as client:
         if queued:
             server.routes[speech.path] = speech.running

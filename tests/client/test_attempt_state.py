@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SETTLED = {State.DONE, State.ABORTED}
 HEADS = {Event.HEAD_STREAM, Event.HEAD_REFUSED, Event.HEAD_UNREADABLE}
 UNANSWERED = {State.ABORT_DRAIN, State.ABORT_CLOSE, State.ABORT_UNREAD, State.ABORT_CLOSED, State.ABORT_ENDED}
-PARSED = {Event.FIRST_TOKEN, Event.FINISHED, Event.ERROR_EVENT, Event.DECODE_ERROR}
+PARSED = {Event.FIRST_TOKEN, Event.FINISHED, Event.ERROR_EVENT, Event.DECODE_ERROR, Event.OVERRUN}
 
 
 Reader = Literal["idle", "connect", "send", "head", "wait", "tokens", "rest", "unparsed", "body", "over"]
@@ -100,6 +100,7 @@ class World:
             Event.FINISHED: "rest",
             Event.ERROR_EVENT: "unparsed",
             Event.DECODE_ERROR: "unparsed",
+            Event.OVERRUN: "unparsed",
         }
         busy = self.busy and event not in (Event.FINISHED, Event.HEAD_REFUSED, Event.ENDED)
         if event is Event.SENT:
@@ -247,7 +248,7 @@ def test_a_failure_is_sent_to_the_engine_if_it_may_be_working_and_does_not_drain
     for (state, world), event, (after, later) in edges():
         if state in ABORTING or event is Event.ABORT:
             continue
-        if event in (Event.FAILED, Event.TOKEN_EXPIRED) or (event is Event.DECODE_ERROR and world.busy):
+        if event in (Event.FAILED, Event.TOKEN_EXPIRED, Event.OVERRUN) or (event is Event.DECODE_ERROR and world.busy):
             assert later.aborts == world.busy
             assert (after in ABORTING) == world.busy
         elif event is Event.REST_EXPIRED and state is State.ERROR_EVENT:

@@ -287,14 +287,14 @@ async def test_the_load_is_the_sum_over_all_workers_of_a_router(speech: Speech) 
 async def test_a_load_that_is_not_reported_is_an_error_and_not_idle(
     speech: Speech, reply: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.4)
     async with speech.replay(routes={speech.load_path: reply}) as server, speech.client(server.url) as client:
         with pytest.raises(EngineError):
             await asyncio.wait_for(client.load(), 10)
 
 
 async def test_a_cancelled_load_request_leaks_nothing(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamfold.client.control._TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.4)
     before = asyncio.all_tasks()
     async with speech.replay(routes={speech.load_path: [HANG]}) as slow, speech.replay() as broken:
         workers = answer_json({"workers": [{"url": slow.url}, {"url": broken.url}]})
@@ -399,7 +399,7 @@ def test_a_call_needs_a_running_loop() -> None:
         Client("http://127.0.0.1:9").start([1], {})
 
 
-@pytest.mark.parametrize("more", [{"engine": "tgi"}, {"engine": None}, {"transport": "direct"}, {"transport": None}])
+@pytest.mark.parametrize("more", [{"engine": "tgi"}, {"engine": None}, {"transport": "curl"}, {"transport": None}])
 def test_an_unknown_engine_or_transport_is_refused_with_the_known_ones(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"sglang|httpx"):
         Client("http://h", **more)

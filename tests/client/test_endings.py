@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import DecodeError, EngineError, Retries, StreamfoldError, StreamTruncated
-from support.calls import runner_of
+from streamfold.client.drivers.httpx_driver import HttpxExchange
 from support.replay import (
     ASKED,
     DONE,
@@ -350,19 +350,21 @@ async def test_damage_is_a_decode_error_that_keeps_the_good_prefix_and_ends_the_
         assert len(server.aborts) == 1
 
 
-async def test_a_panic_or_any_other_fault_below_reaches_who_awaits_the_call(speech: Speech) -> None:
+async def test_a_panic_or_any_other_fault_below_reaches_who_awaits_the_call(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Fault(BaseException):
         pass
 
-    async with speech.replay(speech.two) as server, speech.client(server.url) as client:
+    async with speech.replay(speech.two) as server, speech.client(server.url, transport="httpx") as client:
         call = client.start(PROMPT, ASKED)
         reported: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 
-        def burst(chunk: bytes) -> None:
+        def burst(exchange: HttpxExchange, chunk: bytes) -> None:
             raise Fault("burst")
 
-        runner_of(call)._attempt._feed = burst  # type: ignore[method-assign]
+        monkeypatch.setattr(HttpxExchange, "_feed", burst)
         with pytest.raises(StreamfoldError, match="burst"):
             await call
         assert client.running == []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Client, EngineError, Retries
-from streamfold.client.transport import Connection
+from streamfold.client.drivers.httpx_connection import Connection
 from support.replay import HANG, PROMPT, WHOLE, Replay, Step, head, until
 from support.tries import SOON
 
@@ -28,7 +28,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     async def breaking(connection: Connection, name: str, info: dict[str, Any]) -> None:
         await trace(connection, name, info)
-        is_stream = connection._on_sent is not None
+        is_stream = connection._on_ready.__self__.is_stream  # type: ignore[union-attr]
         if is_stream and name.endswith("connect_tcp.complete") and plan and plan.pop(0):
             info["return_value"]._stream._transport.abort()
             await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ import pytest
 
 from conftest import LOOPS
 from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
-from streamfold.client.transport import Connection
+from streamfold.client.drivers.httpx_connection import Connection
 from streamfold.loopback import Loopback
 from support.calls import abort_soon, has_ended
 from support.leftovers import open_files, settled

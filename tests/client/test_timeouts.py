@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from streamfold import Client, EngineError, EngineTimeout, Retries, Timeouts
-from streamfold.client.limits import Deadline
+from streamfold.client.deadlines import Deadline, Deadlines
 from support.replay import (
     ASKED,
     DONE,
@@ -218,7 +218,7 @@ async def test_an_abort_while_connecting_returns_at_once_and_no_request_leaves_a
 async def test_a_deadline_that_is_due_at_once_may_still_move(seconds: float) -> None:
     """uvloop's handle of a call that is due at once does not tell when that is."""
     expired = asyncio.Event()
-    deadline = Deadline(expired.set)
+    deadline = Deadline(Deadlines(), expired.set)
     for after in (seconds, seconds / 2, 60.0, seconds):
         deadline.set(after)
     await asyncio.wait_for(expired.wait(), 10)

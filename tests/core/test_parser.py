@@ -144,6 +144,7 @@ def test_errors_survive_pickling() -> None:
         ("sglang", {"prompt_len": -1}),
         ("sglang", {"experts_start": -1}),
         ("sglang", {"max_new_tokens": -1}),
+        ("sglang", {"token_limit": -1}),
         ("sglang", {"max_event_bytes": -1}),
     ],
 )
@@ -448,7 +449,12 @@ def test_bounded_a_parser_s_size_is_told_and_stays_near_what_it_holds() -> None:
 
 def test_bounded_reserving_for_many_tokens_takes_little() -> None:
     small, large = Parser("sglang", max_new_tokens=10), Parser("sglang", max_new_tokens=10**15)
-    assert large.__sizeof__() - small.__sizeof__() < 4_096 * 20
+    for parser in (small, large):
+        parser.feed(event([], 0, text=""))
+    assert large.__sizeof__() == small.__sizeof__(), "no token has arrived"
+    for parser in (small, large):
+        parser.feed(FIRST)
+    assert 4_096 * 12 - 1_000 < large.__sizeof__() - small.__sizeof__() < 4_096 * 20
 
 
 def test_no_object_is_made_for_a_token_or_an_event() -> None:

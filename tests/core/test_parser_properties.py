@@ -40,6 +40,7 @@ pytestmark = pytest.mark.timeout(7_200 if SOAK else 120)
 
 NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 ODD = [b"0", b"-1", b"-0.0", b"12.5", b"1e3", b"2147483648", b"9" * 25, b"1e999", b"null", b'"x"', b"true", b"[]"]
+TOKEN_LIMITS = st.none() | st.integers(0, 12)
 CUT_IN = [*ODD, b"\n", b"\r", b"\xff", b'"', b",", b"data: "]
 
 
@@ -114,24 +115,26 @@ def test_the_obvious_reader_agrees_and_what_was_written_is_read_back(stream: Wri
 
 
 @examples
-@given(damaged(), st.booleans())
-def test_the_obvious_reader_agrees_on_damaged_streams(stream: Written, aborted: bool) -> None:
+@given(damaged(), st.booleans(), TOKEN_LIMITS)
+def test_the_obvious_reader_agrees_on_damaged_streams(stream: Written, aborted: bool, limit: int | None) -> None:
     """Damage gives a typed error or exactly what the obvious reader says, never a third thing."""
     # fold() takes no error but our own.
-    reading = fold(stream.body, stream.dialect, aborted=aborted, **stream.asked).reading
-    same(reading, read(stream.body, stream.dialect, aborted=aborted, **stream.asked))
+    reading = fold(stream.body, stream.dialect, aborted=aborted, token_limit=limit, **stream.asked).reading
+    same(reading, read(stream.body, stream.dialect, aborted=aborted, token_limit=limit, **stream.asked))
 
 
 # --- the invariants --------------------------------------------------------------------------------------------------
 
 
 @examples
-@given(st.data(), written() | damaged())
-def test_any_cut_gives_the_same_result_and_the_same_error(data: st.DataObject, stream: Written) -> None:
+@given(st.data(), written() | damaged(), TOKEN_LIMITS)
+def test_any_cut_gives_the_same_result_and_the_same_error(
+    data: st.DataObject, stream: Written, limit: int | None
+) -> None:
     """Invariant: any cut."""
-    whole = fold(stream.body, stream.dialect, **stream.asked)
+    whole = fold(stream.body, stream.dialect, token_limit=limit, **stream.asked)
     for found in ([], data.draw(cuts(stream.body)), range(1, len(stream.body))):
-        assert fold(stream.body, stream.dialect, found, **stream.asked) == whole
+        assert fold(stream.body, stream.dialect, found, token_limit=limit, **stream.asked) == whole
 
 
 @examples

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold import Client, Timeouts
-from streamfold.client import control as abort
+from streamfold.client import control_requests as abort
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.rollout import parts_of
 from streamfold.samples.merging import merge

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from streamfold import Call, Client, Experts, Limits, Retries, Timeouts
 from streamfold.client.attempt import Attempt
+from streamfold.client.attempt_state import Action
 from streamfold.loopback import Faults, Loopback, Router
 from support.leftovers import open_files, settled
 from support.replay import until
@@ -198,13 +200,14 @@ class Watched(Client):
 def departures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ids of all requests that leave from now on."""
     left: list[str] = []
-    on_sent = Attempt._on_sent
+    send = Attempt._actions[Action.SEND]
 
     def noted(attempt: Attempt) -> None:
-        on_sent(attempt)
-        left.append(attempt.rid)
+        send(attempt)
+        if attempt.sent_at < math.inf:
+            left.append(attempt.rid)
 
-    monkeypatch.setattr(Attempt, "_on_sent", noted)
+    monkeypatch.setitem(Attempt._actions, Action.SEND, noted)
     return left
 
 

@@ -81,12 +81,13 @@ def agreed(body: bytes, dialect: str = "sglang-incremental", *, aborted: bool = 
 
 def folded(parser: Parser, error: StreamfoldError | None) -> Folded:
     """Take what a parser holds after its last feed or close."""
-    count, finished, done = parser.token_count, parser.finished, parser.done
+    count, finished, done, overrun = parser.token_count, parser.finished, parser.done, parser.overrun
     generation = parser.take()
     reading = as_reading(generation)
     assert count == len(reading.token_ids)
     assert finished == (reading.finish_reason is not None)
     reading.done = done
+    reading.overrun = overrun
     if error is not None:
         reading.error = type(error).__name__
     if isinstance(error, DecodeError):

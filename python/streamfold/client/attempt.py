@@ -1,92 +1,98 @@
 """Attempt: one try of a call, from opening its connection to the last byte of the response that is read.
 
-The httpx driver of the table in :mod:`streamfold.client.attempt_state`, which holds the rules: here callbacks of the
-connection, results of the parser, timers and aborts become events, and the table's actions are executed.
+It executes the table in :mod:`streamfold.client.attempt_state`, which holds the rules: what the driver reports, timers
+and aborts become events, and the table's actions are executed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import ssl
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-import httpx
+import time
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
-from streamfold.client.limits import Deadline
-from streamfold.client.responses import error_from_response, is_stream
-from streamfold.client.transport import Connection, Stopped
-from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
+from streamfold.client.deadlines import Deadline
+from streamfold.client.responses import error_from_response
+from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from streamfold._core import Generation, Parser
+    from streamfold._core import Generation
     from streamfold.client.control import EngineControl
+    from streamfold.client.deadlines import Deadlines
+    from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, HttpRequest, Kind
     from streamfold.client.limits import Timeouts
 
 __all__ = ["Attempt"]
 
 # After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
-_TRAILING_SECONDS = 1.0
-_TRAILING_BYTES = 1 << 16
+_REST_SECONDS = 1.0
 _ABORT_REPLY_SECONDS = 1.0  # how long an abort waits for the engine's reply before it closes the socket ...
 _HURRIED_REPLY_SECONDS = 0.1  # ... and without a drain: engines that see the socket close first may not abort
 
-_NETWORK_ERRORS = (httpx.TransportError, OSError)  # httpx lets some TLS errors through, as may other transports
-
-_Phase = Literal["first_token", "next_token", "trailing"]
+_Phase = Literal["first_token", "next_token", "rest"]
 
 _AT_REST = (State.IDLE, State.DONE, State.ABORTED)
-_STREAMING = State.STREAMING  # compared at each event of a stream
 
 
 class Attempt:
-    """One request under one request id, with its own parser and connection.
+    """One request under one request id.
 
-    :meth:`run` is awaited by the call's pump, which alone touches the response and the parser and is never cancelled.
-    :meth:`abort` ends it early, by closing the connection under it.
+    :meth:`run` is awaited by the call's pump, which is never cancelled. :meth:`abort` ends it early.
+
+    Args:
+        rid: the request id.
+        driver: carries the request.
+        control: sends the abort request.
+        deadlines: of the client.
+        timeouts: of the phases.
+        nothing: makes the generation of a try that sent no request.
+        on_first_token: called once: the request is not sent again.
 
     Attributes:
-        rid: the request id.
         error: what it failed with; :meth:`run` does not raise it.
-        sent_at, first_token_at, last_token_at: by the loop's clock; infinite until then.
+        sent_at: by ``time.monotonic()``; infinite until then.
+        is_stale: whether a kept connection failed before the first byte of the reply.
     """
 
     def __init__(
         self,
         rid: str,
-        parser: Parser,
         *,
-        transport: httpx.AsyncBaseTransport,
+        driver: Driver,
         control: EngineControl,
+        deadlines: Deadlines,
         timeouts: Timeouts,
+        nothing: Callable[[], Generation],
+        on_first_token: Callable[[], object],
     ) -> None:
         self.rid = rid
         self.error: BaseException | None = None
         self.sent_at: float = math.inf
-        self.first_token_at: float = math.inf
-        self.last_token_at: float = math.inf
-        self._parser = parser
+        self.is_stale: bool = False
+        self._driver = driver
         self._control = control
         self._timeouts = timeouts
+        self._nothing = nothing
+        self._on_first_token = on_first_token
         self._generation: Generation | None = None
-        self._loop = asyncio.get_running_loop()
 
         self._state = State.IDLE
-        self._settled = _Once()
-        self._connection = Connection(transport, on_connected=self._on_connected, on_sent=self._on_sent)
+        self._exchange: Exchange | None = None
+        self._url = ""  # for messages
         self._check_abort: Callable[[], bool] = _never
+        self._head: Head | None = None
+        self._failure: Failure | None = None
+        self._over = _Once()  # nothing more is sent or read
+        self._settled = _Once()
         # For the abort request, which may have to be repeated:
         self._responded = _Once()  # headers were received, or never will be
         self._finished = _Once()  # the terminal event was received
-        self._trailing_bytes = 0
-        self._parser_failed = False
 
         self._phase: _Phase | None = None
-        self._deadline = Deadline(self._expired)  # of the phase
+        self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
         self._drain = 0.0
         self._abort_timer: asyncio.Handle | None = None  # of the reply to the abort request, then of the drain
         self._abort_timer_at = math.inf
@@ -94,14 +100,26 @@ class Attempt:
     @property
     def token_count(self) -> int:
         """Tokens received so far."""
-        return self._parser.token_count if self._generation is None else len(self._generation.token_ids)
+        if self._generation is not None:
+            return len(self._generation.token_ids)
+        return 0 if self._exchange is None else self._exchange.token_count
+
+    @property
+    def first_token_at(self) -> float:
+        """By ``time.monotonic()``; infinite until then."""
+        return math.inf if self._exchange is None else self._exchange.first_token_at
+
+    @property
+    def last_token_at(self) -> float:
+        """By ``time.monotonic()``; infinite until the first token."""
+        return math.inf if self._exchange is None else self._exchange.last_token_at
 
     @property
     def connecting(self) -> bool:
-        """Whether the connection is being opened, which only the connect timeout can end."""
+        """Whether the connection is being opened."""
         return self._state is State.CONNECTING
 
-    async def run(self, request: httpx.Request, check_abort: Callable[[], bool]) -> None:
+    async def run(self, request: HttpRequest, check_abort: Callable[[], bool]) -> None:
         """Send ``request`` and read the response to its end. Once, and not after :meth:`abort`.
 
         Args:
@@ -110,41 +128,27 @@ class Attempt:
                 leave if this is true, and again right after. It calls :meth:`abort` itself.
         """
         self._check_abort = check_abort
+        self._url = request.url
+        self._exchange = self._driver.start(request, self._listen)
+        del request  # the driver frees its body
         self._on(Event.START)
         try:
-            await self._exchange(request)
-        except Stopped:
-            self._end()
-        except Exception as error:  # noqa: BLE001  # raised to those who await the call
-            self._end(error)
-        except BaseException as error:  # the event loop is torn down, or Rust panicked
+            await self._over.future()
+        except BaseException as error:  # the event loop is torn down
             self._end(StreamfoldError(f"the call was interrupted: {error!r}"))
+            self._exchange.end()
             raise
-        else:
-            self._end()
-
-    def _end(self, error: BaseException | None = None) -> None:
-        """Nothing more is read."""
-        self._check_abort = _never
-        self._responded.set()
-        self._set_phase(None, None)
-        if error is None:
-            self._on(Event.ENDED)
-        else:
-            self._fail(Event.FAILED, error)
 
     async def finish(self) -> Generation:
         """After :meth:`run`: wait until an abort request has been sent, if one has to be; return what was received."""
         if self._state not in _AT_REST:
             await asyncio.wait({self._settled.future()})
-        if self._connection.stopped:
-            await self._connection.wait_closed()
         return self.take()
 
     def take(self) -> Generation:
         """Return what was received. Nothing more is parsed afterwards."""
         if self._generation is None:
-            self._generation = generation = self._parser.take()
+            self._generation = generation = self._nothing() if self._exchange is None else self._exchange.take()
             if isinstance(self.error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
                 self.error = None  # the terminal event arrived during the abort
         return self._generation
@@ -181,8 +185,17 @@ class Attempt:
         for action in actions:
             self._actions[action](self)
 
-    def _leave_to_httpx(self) -> None:
-        """Nothing: httpx connects and sends in one await, see :meth:`_exchange` and :meth:`_on_sent`."""
+    def _send(self) -> None:
+        """Nothing is awaited between the look at the host's flag and the first byte."""
+        if self._exchange is None or self._check_abort():
+            return
+        self.sent_at = time.monotonic()
+        self._on(Event.SENT)
+        self._exchange.send()
+        asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
+
+    def _look_for_abort(self) -> None:
+        self._check_abort()
 
     def _send_abort(self) -> None:
         sending = self._control.send_abort(
@@ -192,109 +205,84 @@ class Attempt:
             has_tokens=self.token_count > 0,
         )
         sending.add_done_callback(self._on_abort_answered)
+        if self._exchange is not None:
+            self._exchange.abort()
 
     def _on_abort_answered(self, _sending: asyncio.Task[None]) -> None:
         self._on(Event.ABORT_ANSWERED)
 
+    def _close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.end()
+
     def _settle(self) -> None:
+        self._set_phase(None, None)
         self._stop_abort_timer()
+        self._close()  # unless the connection is kept
         self._settled.set()
 
-    # The exchange.
+    # What the driver reports.
 
-    async def _exchange(self, request: httpx.Request) -> None:
-        """Send ``request`` and read the response.
+    def _listen(self, kind: Kind, detail: Any) -> None:  # noqa: ANN401  # each kind has its own
+        if not self._over.is_set:
+            self._reports[kind](self, detail)
 
-        Raises:
-            Stopped: the connection was closed before the response's head.
-            Exception: the response is not complete, or no event stream.
-        """
-        url = request.url
-        try:
-            response = await self._connection.send(request)
-        except Stopped:
-            raise
-        except httpx.ConnectTimeout as error:
-            raise EngineTimeout(
-                f"no connection to {url} within {self._timeouts.connect} s (Timeouts.connect)", phase="connect"
-            ) from error
-        except Exception as error:
-            raise EngineError(f"no reply from {url}: {_describe(error)}", retryable=_is_transient(error)) from error
-        self._responded.set()
-        self._check_abort()
-        streams = is_stream(response)
-        self._on(head_event(response.status_code, is_stream=streams))
-        if not streams:
-            raise await self._read_error(response)
-        read_error: Exception | None = None
-        try:
-            await self._connection.read(response, self._feed)
-        except Exception as error:  # noqa: BLE001  # raised below, unless the terminal event was received
-            read_error = error
-        else:
-            if self._state is State.ERROR_EVENT:
-                return
-        try:
-            self._parser.close(aborted=self._state in ABORTING)
-        except StreamTruncated as error:
-            if read_error is None or isinstance(read_error, _NETWORK_ERRORS):
-                raise error from read_error
-            raise EngineError(f"reading from {url} failed: {_describe(read_error)}", retryable=False) from read_error
-
-    def _on_connected(self) -> None:
+    def _on_connected(self, _: None) -> None:
         self._on(Event.CONNECTED)
 
-    def _on_sent(self) -> None:
-        """Called right before the request is sent: nothing is awaited from here to its first byte.
+    def _on_head(self, head: Head) -> None:
+        self._responded.set()
+        self._check_abort()
+        self._head = head
+        self._on(head_event(head.status, is_stream=head.is_stream))
 
-        Raises:
-            Stopped: the call is being aborted, and the request does not leave.
-        """
-        if self._check_abort():
-            raise Stopped
-        self._on(Event.SENT)
-        self.sent_at = self._loop.time()
-        self._loop.call_soon(self._check_abort)  # the host's flag may have been set meanwhile
+    def _on_token(self, _: None) -> None:
+        self._on_first_token()
+        self._on(Event.FIRST_TOKEN)
 
-    def _feed(self, chunk: bytes) -> None:
-        """Parse the next bytes of the body."""
-        if self._phase == "trailing":
-            self._trailing_bytes += len(chunk)
-            if self._trailing_bytes > _TRAILING_BYTES:
-                self._on(Event.REST_EXPIRED)
-        if self._parser_failed:
-            return
-        try:
-            new_tokens = self._parser.feed(chunk)
-        except StreamfoldError as error:
-            self._parser_failed = True
-            self._fail(Event.ERROR_EVENT if isinstance(error, EngineError) else Event.DECODE_ERROR, error)
-            return
-        if new_tokens:
-            self.last_token_at = self._loop.time()
-            self.first_token_at = min(self.first_token_at, self.last_token_at)
-        if self._parser.finished:
-            if not self._finished.is_set:
-                self._finished.set()
-                self._on(Event.FINISHED)
-        elif new_tokens:
-            if self._state is _STREAMING:
-                self._deadline.set(self._timeouts.next_token)
-            else:
-                self._on(Event.FIRST_TOKEN)
+    def _on_finished(self, _: None) -> None:
+        self._finished.set()
+        self._on(Event.FINISHED)
 
-    async def _read_error(self, response: httpx.Response) -> EngineError:
-        """Read a response that is no event stream, and return the error that it means."""
-        body = bytearray()
+    def _on_overrun(self, _: None) -> None:
+        self._on(Event.OVERRUN)
 
-        def take(chunk: bytes) -> None:
-            body.extend(chunk)
-            if len(body) > _TRAILING_BYTES:
-                self._on(Event.REST_EXPIRED)
+    def _on_error(self, error: StreamfoldError) -> None:
+        self._fail(Event.ERROR_EVENT if isinstance(error, EngineError) else Event.DECODE_ERROR, error)
 
-        with contextlib.suppress(Exception):  # an incomplete body is enough for the message
-            await self._connection.read(response, take)
-        return error_from_response(response, bytes(body), self._control.engine.hint(response.status_code))
+    def _on_failed(self, failure: Failure) -> None:
+        self._failure = failure
+        self.is_stale = failure.is_stale
+
+    def _on_ended(self, _: None) -> None:
+        if self._failure is not None and self._state is not State.REST:
+            self._end(self._error_of(self._failure))
+        elif self._head is not None and not self._head.is_stream and self._exchange is not None:
+            hint = self._control.engine.hint(self._head.status)
+            self._end(error_from_response(self._head, self._exchange.take_body(), hint))
+        else:
+            self._end()
+
+    def _error_of(self, failure: Failure) -> StreamfoldError:
+        if failure.timed_out:
+            limit = f"within {self._timeouts.connect} s (Timeouts.connect)"
+            reason = f": {failure.message}" if failure.message else ""
+            error: StreamfoldError = EngineTimeout(f"no connection to {self._url} {limit}{reason}", phase="connect")
+        else:
+            error = EngineError(f"no reply from {self._url}: {failure.message}", retryable=failure.retryable)
+        error.__cause__ = failure.cause
+        return error
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """Nothing more is read."""
+        self._check_abort = _never
+        self._responded.set()
+        self._set_phase(None, None)
+        self._over.set()
+        if error is None:
+            self._on(Event.ENDED)
+        else:
+            self._fail(Event.FAILED, error)
 
     # Timers.
 
@@ -302,9 +290,27 @@ class Attempt:
         self._phase = phase
         self._deadline.set(seconds)
 
+    def _look(self) -> None:
+        """The deadline has passed: read what has arrived, and move the deadline if a token came in time."""
+        if self._phase == "next_token" and self._move_deadline():
+            return
+        if self._exchange is not None:
+            self._exchange.urgent()
+            if self._phase == "next_token":
+                self._move_deadline()
+
+    def _move_deadline(self) -> bool:
+        limit = self._timeouts.next_token
+        left = math.inf if limit is None else self.last_token_at + limit - time.monotonic()
+        if left > 0:
+            self._deadline.set(left)
+        return left > 0
+
     def _expired(self) -> None:
-        if self._phase == "trailing":
+        if self._phase == "rest":
             self._on(Event.REST_EXPIRED)
+        elif self._phase == "next_token" and self._move_deadline():
+            return
         elif self._phase is not None:
             limit = getattr(self._timeouts, self._phase)
             awaited = self._phase.replace("_", " ")
@@ -313,8 +319,9 @@ class Attempt:
 
     def _set_abort_timer(self, event: Event, seconds: float) -> None:
         self._stop_abort_timer()
-        self._abort_timer_at = self._loop.time() + seconds
-        self._abort_timer = self._loop.call_later(seconds, self._on, event)
+        loop = asyncio.get_running_loop()
+        self._abort_timer_at = loop.time() + seconds
+        self._abort_timer = loop.call_later(seconds, self._on, event)
 
     def _stop_abort_timer(self) -> None:
         if self._abort_timer is not None:
@@ -322,7 +329,7 @@ class Attempt:
             self._abort_timer = None
 
     def _hurry_reply(self) -> None:
-        if self._loop.time() + _HURRIED_REPLY_SECONDS < self._abort_timer_at:
+        if asyncio.get_running_loop().time() + _HURRIED_REPLY_SECONDS < self._abort_timer_at:
             self._set_abort_timer(Event.REPLY_EXPIRED, _HURRIED_REPLY_SECONDS)
 
     def _arm_drain(self) -> None:
@@ -333,18 +340,28 @@ class Attempt:
             self._on(Event.DRAIN_EXPIRED)
 
     _actions: ClassVar[dict[Action, Callable[[Attempt], None]]] = {
-        Action.CONNECT: _leave_to_httpx,
-        Action.SEND: _leave_to_httpx,
+        Action.CONNECT: lambda _: None,  # by Driver.start
+        Action.SEND: _send,
         Action.SEND_ABORT: _send_abort,
-        Action.CLOSE: lambda self: self._connection.close_soon(),
+        Action.CLOSE: _close,
         Action.SETTLE: _settle,
         Action.ARM_FIRST_TOKEN: lambda self: self._set_phase("first_token", self._timeouts.first_token),
         Action.ARM_NEXT_TOKEN: lambda self: self._set_phase("next_token", self._timeouts.next_token),
-        Action.ARM_REST: lambda self: self._set_phase("trailing", _TRAILING_SECONDS),
+        Action.ARM_REST: lambda self: self._set_phase("rest", _REST_SECONDS),
         Action.DISARM: lambda self: self._set_phase(None, None),
         Action.ARM_REPLY: lambda self: self._set_abort_timer(Event.REPLY_EXPIRED, _ABORT_REPLY_SECONDS),
         Action.HURRY_REPLY: _hurry_reply,
         Action.ARM_DRAIN: _arm_drain,
+    }
+    _reports: ClassVar[dict[Kind, Callable[[Attempt, Any], None]]] = {
+        "connected": _on_connected,
+        "head": _on_head,
+        "first_token": _on_token,
+        "finished": _on_finished,
+        "overrun": _on_overrun,
+        "error": _on_error,
+        "failed": _on_failed,
+        "ended": _on_ended,
     }
 
 
@@ -372,21 +389,3 @@ class _Once:
 
 def _never() -> bool:
     return False
-
-
-def _describe(error: Exception) -> str:
-    return (str(error) or type(error).__name__) if isinstance(error, _NETWORK_ERRORS) else repr(error)
-
-
-def _is_transient(error: Exception) -> bool:
-    """Whether a request that failed like this before its response headers is worth a retry."""
-    if not isinstance(error, _NETWORK_ERRORS) or isinstance(
-        error, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
-    ):
-        return False
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return False
-        cause = cause.__cause__ or cause.__context__
-    return True

@@ -55,8 +55,8 @@ class State(_Key):
     """What a try waits for."""
 
     IDLE = auto()  # its turn: nothing was started
-    CONNECTING = auto()  # the connection
-    SENDING = auto()  # TLS, if any, and the first byte of the request
+    CONNECTING = auto()  # the connection, TLS included
+    SENDING = auto()  # the first byte of the request
     HEAD = auto()  # the status and headers
     WAITING = auto()  # the first token of a stream
     STREAMING = auto()  # the next token
@@ -85,7 +85,7 @@ class Event(_Key):
     """What happened."""
 
     START = auto()
-    CONNECTED = auto()  # the socket is open; TLS may follow
+    CONNECTED = auto()  # the connection is open, or a kept one is used
     SENT = auto()  # the first byte of the request leaves now
     HEAD_STREAM = auto()  # status 200, an event stream
     HEAD_REFUSED = auto()  # another status
@@ -94,6 +94,7 @@ class Event(_Key):
     FINISHED = auto()  # the terminal event was received
     ERROR_EVENT = auto()  # the engine reported an error in the stream
     DECODE_ERROR = auto()  # the stream breaks its format
+    OVERRUN = auto()  # the stream goes on far past max_new_tokens
     ENDED = auto()  # the exchange is over: the response is complete, or it was stopped by CLOSE
     FAILED = auto()  # the exchange is over in any other way, or the task of the call was interrupted
     TOKEN_EXPIRED = auto()  # no first or next token in time
@@ -109,7 +110,7 @@ class Action(_Key):
     """What the driver has to do, at once."""
 
     CONNECT = auto()  # open the connection, within the connect timeout
-    SEND = auto()  # send the request when TLS is ready, unless the call is being aborted by then
+    SEND = auto()  # send the request, unless the call is being aborted by now
     SEND_ABORT = auto()
     CLOSE = auto()  # the connection, in any state that it is in
     SETTLE = auto()  # disarm all timers: the result is final
@@ -149,7 +150,8 @@ ABORTING = frozenset(
 )
 
 _HEADS = (Event.HEAD_STREAM, Event.HEAD_REFUSED, Event.HEAD_UNREADABLE)
-_PARSED = (Event.FIRST_TOKEN, Event.FINISHED, Event.ERROR_EVENT, Event.DECODE_ERROR)
+_BROKEN = (Event.ERROR_EVENT, Event.DECODE_ERROR, Event.OVERRUN)
+_PARSED = (Event.FIRST_TOKEN, Event.FINISHED, *_BROKEN)
 _EXPIRED = (Event.TOKEN_EXPIRED, Event.REST_EXPIRED)
 _ANSWERED = (Event.ABORT_ANSWERED, Event.REPLY_EXPIRED)
 _OVER = (Event.ENDED, Event.FAILED)
@@ -201,6 +203,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         Event.FINISHED: (State.REST, (Action.ARM_REST,)),
         Event.ERROR_EVENT: (State.ERROR_EVENT, (Action.ARM_REST,)),
         Event.DECODE_ERROR: _FAIL,
+        Event.OVERRUN: _FAIL,  # which is no failure: the engine has to be stopped in the same way
         Event.TOKEN_EXPIRED: _FAIL,
         Event.ENDED: _SETTLED,  # the body's last bytes were the terminal event, without its blank line
         Event.FAILED: _FAIL_UNREAD,
@@ -211,6 +214,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         Event.FINISHED: (State.REST, (Action.ARM_REST,)),
         Event.ERROR_EVENT: (State.ERROR_EVENT, (Action.ARM_REST,)),
         Event.DECODE_ERROR: _FAIL,
+        Event.OVERRUN: _FAIL,  # which is no failure: the engine has to be stopped in the same way
         Event.TOKEN_EXPIRED: _FAIL,
         Event.ENDED: _SETTLED,  # as in WAITING
         Event.FAILED: _FAIL_UNREAD,
@@ -261,7 +265,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         **_each((Event.HEAD_REFUSED, Event.HEAD_UNREADABLE), (State.ABORT_DRAIN, (Action.ARM_REST,))),
         Event.FIRST_TOKEN: None,
         Event.FINISHED: (State.ABORT_DRAIN, (Action.ARM_REST,)),
-        **_each((Event.ERROR_EVENT, Event.DECODE_ERROR, Event.REST_EXPIRED), _CLOSE_EARLY),
+        **_each((*_BROKEN, Event.REST_EXPIRED), _CLOSE_EARLY),
         Event.TOKEN_EXPIRED: None,
         **_each(_OVER, (State.ABORT_UNREAD, ())),
         **_each(_ANSWERED, (State.DRAINING, (Action.ARM_DRAIN,))),
@@ -270,7 +274,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
     },
     State.ABORT_CLOSE: {
         **_each((*_HEADS, Event.FIRST_TOKEN, Event.FINISHED, *_EXPIRED), None),
-        **_each((Event.ERROR_EVENT, Event.DECODE_ERROR), _CLOSE_EARLY),
+        **_each(_BROKEN, _CLOSE_EARLY),
         **_each(_OVER, (State.ABORT_UNREAD, ())),
         **_each(_ANSWERED, _CLOSE),
         Event.ABORT: None,
@@ -300,7 +304,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         **_each((Event.HEAD_REFUSED, Event.HEAD_UNREADABLE), (State.DRAINING, (Action.ARM_REST,))),
         Event.FIRST_TOKEN: None,
         Event.FINISHED: (State.DRAINING, (Action.ARM_REST,)),
-        **_each((Event.ERROR_EVENT, Event.DECODE_ERROR, Event.REST_EXPIRED, Event.DRAIN_EXPIRED), _CLOSE),
+        **_each((*_BROKEN, Event.REST_EXPIRED, Event.DRAIN_EXPIRED), _CLOSE),
         Event.TOKEN_EXPIRED: None,
         **_each(_OVER, (State.ABORTED, (Action.CLOSE, Action.SETTLE))),
         Event.ABORT_ANSWERED: None,  # after REPLY_EXPIRED

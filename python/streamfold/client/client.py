@@ -3,94 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import httpx
 import numpy as np
 import orjson
 
 from streamfold._core import Generation, __version__
 from streamfold.client._internal import ClientInternals
 from streamfold.client.abort_signal import AbortSignal
-from streamfold.client.attempt import Attempt
 from streamfold.client.call import Call
-from streamfold.client.control import EngineControl
-from streamfold.client.limits import Limits, Retries, Slots, Timeouts, check_seconds
+from streamfold.client.drivers.choose import driver_factory
+from streamfold.client.fields import with_fields
+from streamfold.client.limits import Limits, Retries, Timeouts, check_seconds
 from streamfold.client.request import CallRequest
 from streamfold.client.runner import CallRunner, RetryLog
-from streamfold.client.transport import transport_factory
-from streamfold.client.urls import bearer, normalize_base_url
+from streamfold.client.session import Session
+from streamfold.client.urls import BaseUrl, bearer
 from streamfold.engines.base import RequestOptions, token_array
 from streamfold.engines.detect import ENGINES, detect
 from streamfold.engines.sglang import Sglang
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
+    import httpx
     from typing_extensions import Self
 
     from streamfold._core import Experts
     from streamfold._types import Tokenizer
+    from streamfold.client.drivers.base import Fields
+    from streamfold.client.session import Running
     from streamfold.engines.base import TokenIds
 
-__all__ = ["Client", "Running"]
+__all__ = ["Client"]
 
-_STARTS_PER_PASS = 64  # of the event loop: a start costs up to a millisecond of CPU
-
-
-@dataclass(frozen=True)
-class Running:
-    """A snapshot of one running call, from :attr:`Client.running`.
-
-    Attributes:
-        rid: request id of its current try.
-        engine: base URL that the request was sent to.
-        age: seconds since the start, waits for a slot and retry pauses included.
-        token_count: tokens received so far.
-        tokens_per_second: tokens per second since the current try's request was sent.
-        ttft: time to first token: seconds from sending the current try's request. None before the first token.
-        last_event: seconds since the last event that brought a token. None before the first.
-        tries: tries so far, the current one included; 0 while the call waits for its first slot.
-    """
-
-    rid: str
-    engine: str
-    age: float
-    token_count: int
-    tokens_per_second: float
-    ttft: float | None
-    last_event: float | None
-    tries: int
-
-
-@dataclass
-class _Session:
-    """All that is bound to one event loop, from a client's first use to its ``aclose``."""
-
-    loop: asyncio.AbstractEventLoop
-    control: EngineControl
-    slots: Slots
-    calls: dict[str, CallRunner] = field(default_factory=dict)  # by the request id of the current try
-    pumps: set[asyncio.Task[None]] = field(default_factory=set)
-    closing: asyncio.Task[None] | None = None
-
-    def new_rid(self, rid: str | None) -> str:
-        """A caller's request id, checked; None: a new one."""
-        if rid is None:
-            return uuid.uuid4().hex
-        if not rid:
-            raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
-        if rid in self.calls:
-            raise ValueError(f"rid {rid!r} is in use by a running call: give each call its own, or none")
-        return rid
-
-    def start(self, runner: CallRunner, request: CallRequest) -> None:
-        pump = runner.start(request.with_rid)
-        self.pumps.add(pump)
-        pump.add_done_callback(self.pumps.discard)
+_BODY_HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}  # nobody may replace them
 
 
 class Client:
@@ -105,7 +54,7 @@ class Client:
         engine: ``"sglang"``, ``"vllm"`` (its token endpoint), ``"vllm-completions"``, or ``"auto"``: ask the server
             on entering ``async with``, or by :meth:`discover`.
         tokenizer: turns ids into text for ``complete()`` and rollouts. The client itself needs none.
-        headers: added to every request.
+        headers: added to every request. ``Host``, ``Content-Length`` and others that belong to HTTP itself are refused.
         api_key: sent as a bearer token.
         timeouts: for each phase of a try.
         retries: how often a call that fails before its first token is retried, and the pauses in between.
@@ -114,12 +63,15 @@ class Client:
         vocab_size: if given, prompts with larger ids are refused here; some servers crash on them.
         clamped: for a logprob that is the engine's stand-in for minus infinity: ``"raise"`` a ``DecodeError``, or
             ``"keep"`` and count it.
-        transport: ``"httpx"``, or your own transport for a private certificate authority
-            (``httpx.AsyncHTTPTransport(verify=context, limits=httpx.Limits(max_keepalive_connections=0))``), Unix
-            sockets or tests. It carries all requests; its pool must have room for all calls and their aborts.
+        transport: ``"direct"``: sockets of its own, which keep and reuse connections. ``"httpx"``, or your own httpx
+            transport, for proxies and tests. Your own carries all requests; its pool must have room for all calls and
+            their aborts.
+        ssl_context: for ``https``, for example with a private certificate authority. None: the usual authorities. Your
+            own transport has its own.
 
     Raises:
-        ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, or ``base_url`` or ``api_key`` is invalid.
+        ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, or ``base_url``, ``api_key`` or a header is
+            invalid.
     """
 
     def __init__(
@@ -136,21 +88,22 @@ class Client:
         experts: Experts | None = None,
         vocab_size: int | None = None,
         clamped: Literal["raise", "keep"] = "raise",
-        transport: Literal["httpx"] | httpx.AsyncBaseTransport = "httpx",
+        transport: Literal["direct", "httpx"] | httpx.AsyncBaseTransport = "httpx",
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         if engine not in ENGINES and engine != "auto":
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}, auto")
         if clamped not in ("raise", "keep"):
             raise ValueError(f'clamped must be "raise" or "keep", not {clamped!r}')
-        self._base_url = normalize_base_url(base_url)
+        self._base_url = BaseUrl.parse(base_url)
         self._vocab_size = vocab_size
-        self._headers = httpx.Headers({"Accept": "*/*", "User-Agent": f"streamfold/{__version__}"})
+        fields: Fields = (("Accept", "*/*"), ("User-Agent", f"streamfold/{__version__}"))
         if api_key is not None:
-            self._headers["Authorization"] = bearer(api_key)
-        self._headers.update(headers)
+            fields = (*fields, ("Authorization", bearer(api_key)))
+        self._fields = with_fields(with_fields(fields, headers), _BODY_HEADERS)
         self._limits = limits
         self._clamped: Literal["raise", "keep"] = clamped
-        self._new_transport = transport_factory(transport, limits.calls)
+        self._new_driver = driver_factory(transport, ssl_context, limits.calls)
         self._internals = ClientInternals(
             engine=None if engine == "auto" else ENGINES[engine](),
             timeouts=timeouts,
@@ -159,7 +112,7 @@ class Client:
             tokenizer=tokenizer,
         )
         self._retry_log = RetryLog()
-        self._session: _Session | None = None
+        self._session: Session | None = None
 
     def __client_internals__(self) -> ClientInternals:
         """For the layers above: see :mod:`streamfold.client._internal`."""
@@ -174,7 +127,7 @@ class Client:
     @property
     def base_url(self) -> str:
         """The normalized address, without a trailing slash."""
-        return self._base_url
+        return str(self._base_url)
 
     @property
     def engine(self) -> str:
@@ -205,20 +158,7 @@ class Client:
     @property
     def running(self) -> list[Running]:
         """A snapshot of each call that has not ended, oldest first; calls that wait for a slot or a retry too."""
-        calls = self._session.calls.values() if self._session else ()
-        return [
-            Running(
-                rid=call.rid,
-                engine=self._base_url,
-                age=call.age,
-                token_count=call.token_count,
-                tokens_per_second=call.tokens_per_second,
-                ttft=call.ttft,
-                last_event=call.last_event,
-                tries=call.tries,
-            )
-            for call in sorted(calls, key=lambda call: call.started_at)  # a retry moves a call to the registry's end
-        ]
+        return self._session.running(self.base_url) if self._session else []
 
     # Calls.
 
@@ -271,7 +211,13 @@ class Client:
             extra=extra,
         )
         request = self._request(input_ids, sampling_params, options, headers)
-        runner = self._runner(session, request, AbortSignal.of(aborted))
+        runner = session.runner(
+            request,
+            AbortSignal.of(aborted),
+            timeouts=self._internals.timeouts,
+            retries=self._internals.retries,
+            retry_log=self._retry_log,
+        )
         if request.budget == 0:
             none = np.empty(0)
             runner.end_with(Generation(none, none if logprobs else None, finish_reason="length"))
@@ -294,8 +240,8 @@ class Client:
         payload = engine.payload(ids, sampling_params, options)
         return CallRequest(
             engine=engine,
-            url=self._base_url + engine.path,
-            headers=self._with(headers),
+            base_url=self._base_url,
+            fields=with_fields(with_fields(self._fields, headers), _BODY_HEADERS) if headers else self._fields,
             body=orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS),
             options=options,
             prompt_len=None if ids is None else len(ids),
@@ -304,27 +250,6 @@ class Client:
             connect_timeout=self._internals.timeouts.connect,
             clamped=self._clamped,
             max_event_bytes=self._limits.max_event_bytes,
-        )
-
-    def _runner(self, session: _Session, request: CallRequest, host_abort: AbortSignal) -> CallRunner:
-        def make_attempt(rid: str) -> Attempt:
-            return Attempt(
-                rid,
-                request.parser(),
-                transport=self._new_transport(),
-                control=session.control,
-                timeouts=self._internals.timeouts,
-            )
-
-        return CallRunner(
-            request.options.rid,
-            make_attempt,
-            retries=self._internals.retries,
-            slots=session.slots,
-            registry=session.calls,
-            drain=request.drain,
-            host_abort=host_abort,
-            retry_log=self._retry_log,
         )
 
     async def generate(
@@ -400,7 +325,7 @@ class Client:
             EngineError: it cannot be reached, refuses access, or is no known engine.
         """
         control = self._bound().control
-        engine = await detect(control.request, self._base_url, control.workers)
+        engine = await detect(control.request, self.base_url, control.workers)
         self._internals.engine = control.engine = engine
         return engine.name
 
@@ -450,17 +375,11 @@ class Client:
     ) -> None:
         await self.aclose()
 
-    def _with(self, headers: Mapping[str, str] | None) -> httpx.Headers:
-        merged = self._headers.copy()
-        merged.update(headers)
-        merged.update({"Accept-Encoding": "identity", "Content-Type": "application/json"})
-        return merged
-
-    def _bound(self) -> _Session:
+    def _bound(self) -> Session:
         """The session on the running event loop, opened on first use."""
         session = self._session
         if session is None:
-            session = self._session = self._open(asyncio.get_running_loop())
+            session = self._session = self._open()
         self._check_loop(session)
         if session.closing is not None:
             raise RuntimeError(
@@ -469,24 +388,19 @@ class Client:
         return session
 
     @staticmethod
-    def _check_loop(session: _Session) -> None:
+    def _check_loop(session: Session) -> None:
         if session.loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 "this client is in use on another event loop: create one client per loop (and per process), or "
                 "`await client.aclose()` on the old loop first"
             )
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> _Session:
+    def _open(self) -> Session:
         engine = self._internals.engine or Sglang()
-        control = EngineControl(self._base_url, engine, self._with(None), self._new_transport())
-        return _Session(loop, control, Slots(self._limits.calls, per_pass=_STARTS_PER_PASS))
+        return Session(self.base_url, engine, self._new_driver(), self._fields, self._limits.calls)
 
-    async def _close(self, session: _Session) -> None:
-        for call in list(session.calls.values()):
-            call.abort_soon(drain=0.0)
+    async def _close(self, session: Session) -> None:
         try:
-            while session.pumps:
-                await asyncio.wait(session.pumps)
-            await session.control.aclose()
+            await session.aclose()
         finally:
             self._session = None

@@ -1,6 +1,6 @@
-"""EngineControl: abort requests, load and worker discovery, on connections apart from the generation streams.
+"""EngineControl: abort requests, load and worker discovery.
 
-An abort therefore never queues behind the streams that it aborts.
+They have concurrency limits of their own, so that an abort never queues behind the streams that it aborts.
 """
 
 from __future__ import annotations
@@ -8,22 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import httpx
 import orjson
 
 from streamfold.client.abort_signal import AbortSignal
-from streamfold.client.limits import Deadline, Slots
-from streamfold.client.responses import error_message
-from streamfold.client.transport import Connection, Stopped
+from streamfold.client.control_requests import EndpointMissing
 from streamfold.client.urls import normalize_base_url
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
+    from streamfold.client.control_requests import ControlRequests
     from streamfold.engines.base import EngineSpec, Post
 
 __all__ = ["EngineControl"]
@@ -32,20 +29,12 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("streamfold")
 
-_MAX_CONCURRENT = 32  # requests to each worker, so that one that hangs does not delay aborts at the others
-_TIMEOUT_SECONDS = 3.0  # for one request, from the connect to the end of its response
-_MAX_RESPONSE_BYTES = 1 << 20
 _REPEAT_SECONDS = 0.075  # an engine ignores an abort that arrives before the request
 _TRANSIT_SECONDS = 0.5  # that a request may take to its engine through a busy router
 _WORKERS_TTL = 10.0  # seconds; routers gain and lose workers
 _FAILED_WORKERS_TTL = 1.0
 _SWEEP_SECONDS = 0.25  # between two rounds of an abort of all requests
-_NO_ENDPOINT = (403, 404, 405)
 _MAX_FAILURES = 2  # in a row, after which a worker counts as dead
-
-
-class _EndpointMissing(EngineError):
-    """The server does not have this endpoint, or denies access to it."""
 
 
 class EngineControl:
@@ -54,19 +43,14 @@ class EngineControl:
     Args:
         base_url: the normalized base URL of the engine or router.
         engine: engine-specific paths and payloads. May be replaced.
-        headers: added to each request.
-        transport: carries the requests; closed by :meth:`aclose`.
+        requests: sends them.
     """
 
-    def __init__(
-        self, base_url: str, engine: EngineSpec, headers: httpx.Headers, transport: httpx.AsyncBaseTransport
-    ) -> None:
+    def __init__(self, base_url: str, engine: EngineSpec, requests: ControlRequests) -> None:
         self._base_url = base_url
         self.engine = engine
-        self._headers = headers
-        self._transport = transport
+        self._requests = requests
         self._loop = asyncio.get_running_loop()
-        self._slots: defaultdict[str, Slots] = defaultdict(lambda: Slots(_MAX_CONCURRENT))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._workers_task: asyncio.Task[list[str]] | None = None
         self._workers_expire_at = 0.0
@@ -117,13 +101,15 @@ class EngineControl:
             await asyncio.wait(sweeps)  # a late abort of all would end requests that are started next
         return all(sweep.result() for sweep in sweeps)
 
-    async def request(self, method: str, base: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def request(
+        self, method: Literal["GET", "POST"], base: str, path: str, body: dict[str, Any] | None = None
+    ) -> bytes:
         """Send one small request to the server at base URL ``base``, and return the body of its response.
 
         Raises:
             EngineError: no response in time, or one with a status of 300 or more.
         """
-        return await asyncio.shield(self._spawn(self._request(method, base, path, body)))
+        return await asyncio.shield(self._spawn(self._requests.send(method, base, path, body)))
 
     async def workers(self, *, refresh: bool = False) -> list[str]:
         """Base URLs of the engines: those that a router lists, otherwise the base URL itself. Cached for 10 s."""
@@ -136,12 +122,10 @@ class EngineControl:
         """Wait for the requests that have been sent; drop those that queue for a worker that hangs."""
         self._closed = True
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_TIMEOUT_SECONDS)
+            await asyncio.wait(self._tasks, timeout=self._requests.timeout)
         while self._tasks:
-            for slots in self._slots.values():
-                slots.dismiss()
+            self._requests.dismiss()
             await asyncio.wait(self._tasks, timeout=0.1)
-        await self._transport.aclose()
 
     # Aborting one request.
 
@@ -169,7 +153,7 @@ class EngineControl:
             return
         try:
             await self._post_first(worker, posts)
-        except _EndpointMissing as error:
+        except EndpointMissing as error:
             last = (worker, posts[-1][0])
             if last not in self._missing:  # concurrent aborts may find the same
                 self._missing.add(last)
@@ -220,9 +204,9 @@ class EngineControl:
     async def _load_of(self, worker: str, stop: AbortSignal | None = None) -> int:
         *others, last = self.engine.loads
         for path in others:
-            with contextlib.suppress(_EndpointMissing):
-                return self.engine.read_load(await self._request("GET", worker, path, stop=stop))
-        return self.engine.read_load(await self._request("GET", worker, last, stop=stop))
+            with contextlib.suppress(EndpointMissing):
+                return self.engine.read_load(await self._requests.send("GET", worker, path, stop=stop))
+        return self.engine.read_load(await self._requests.send("GET", worker, last, stop=stop))
 
     # Workers.
 
@@ -232,7 +216,7 @@ class EngineControl:
             self._missing.clear()  # a proxy may have answered for a worker that was restarting
         ttl = _WORKERS_TTL
         try:
-            response = await self._request("GET", self._base_url, self.engine.workers_path)
+            response = await self._requests.send("GET", self._base_url, self.engine.workers_path)
             urls = [self._worker_url(worker) for worker in self.engine.read_workers(orjson.loads(response))]
             self._workers = list(filter(None, urls)) or self._workers
         except EngineError as error:
@@ -259,81 +243,12 @@ class EngineControl:
         *others, last = posts
         for path, body in others:
             try:
-                await self._request("POST", worker, path, body, stop)
-            except _EndpointMissing:  # noqa: PERF203  # there are two at most
+                await self._requests.send("POST", worker, path, body, stop)
+            except EndpointMissing:  # noqa: PERF203  # there are two at most
                 self._missing.add((worker, path))
             else:
                 return
-        await self._request("POST", worker, *last, stop)
-
-    async def _request(
-        self,
-        method: str,
-        base: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        stop: AbortSignal | None = None,
-    ) -> bytes:
-        """Send one small request and return the body of its response.
-
-        Raises:
-            EngineError: no response in time or before ``stop`` was set, or one with a status of 300 or more.
-        """
-        slots = self._slots[base]
-        slot = slots.request()
-        connection = Connection(self._transport)
-
-        def end() -> None:
-            slots.leave(slot)
-            connection.close_soon()
-
-        unsubscribe = (stop or AbortSignal()).subscribe(end)
-        try:
-            if not await slots.wait(slot):
-                raise EngineError(
-                    f"no request was sent to {base}{path}: the client is being closed, or the time given to "
-                    f"abort_engines is over"
-                )
-            try:
-                return await self._exchange(connection, method, base + path, body)
-            finally:
-                slots.release()
-        finally:
-            unsubscribe()
-
-    async def _exchange(self, connection: Connection, method: str, url: str, body: dict[str, Any] | None) -> bytes:
-        """Send one request and return the body of its response, within ``_TIMEOUT_SECONDS``."""
-        deadline = Deadline(connection.close_soon)
-        deadline.set(_TIMEOUT_SECONDS)
-        received = bytearray()
-
-        def take(chunk: bytes) -> None:
-            received.extend(chunk)
-            if len(received) > _MAX_RESPONSE_BYTES:
-                connection.close_soon()
-
-        request = httpx.Request(
-            method,
-            url,
-            headers=self._headers,
-            content=None if body is None else orjson.dumps(body),
-            extensions={"timeout": {"connect": _TIMEOUT_SECONDS}},
-        )
-        try:
-            response = await connection.send(request)
-            await connection.read(response, take)
-        except Stopped:
-            raise EngineError(f"no reply from {url} within {_TIMEOUT_SECONDS:g} s", retryable=True) from None
-        except Exception as error:  # of any type: the transport may be the user's
-            raise EngineError(f"no reply from {url}: {str(error) or type(error).__name__}", retryable=True) from error
-        finally:
-            deadline.set(None)
-        if connection.stopped:
-            raise EngineError(f"the response from {url} did not end within {_TIMEOUT_SECONDS:g} s", retryable=True)
-        if response.status_code >= 300:
-            kind = _EndpointMissing if response.status_code in _NO_ENDPOINT else EngineError
-            raise kind(error_message(bytes(received)), status=response.status_code)
-        return bytes(received)
+        await self._requests.send("POST", worker, *last, stop)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)

@@ -1,29 +1,33 @@
-"""CallRequest: what the tries of one call send, under a new request id each, and the parser of their replies."""
+"""CallRequest: what the tries of one call send, under a new request id each, and how their replies are parsed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-import httpx
+from typing import TYPE_CHECKING, Any, Literal
 
 from streamfold._core import Parser
+from streamfold.client.drivers.base import HttpRequest
 
 if TYPE_CHECKING:
+    from streamfold._core import Generation
+    from streamfold.client.drivers.base import Fields
+    from streamfold.client.urls import BaseUrl
     from streamfold.engines.base import EngineSpec, RequestOptions
 
 __all__ = ["CallRequest"]
 
+_MAX_OVERRUN = 256  # tokens past max_new_tokens, after which an engine floods
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class CallRequest:
     """One call's request.
 
     Attributes:
         engine: how the request is written and its reply read.
-        url: where it goes.
-        headers: of all tries, without those that hold the request id.
-        body: the JSON object, written for the request id of ``options``.
+        base_url: of the server.
+        fields: the headers of all tries, without those that hold the request id.
+        body: the JSON object, written for the request id of ``options``; empty once a token was received.
         options: what was requested.
         prompt_len: tokens in the prompt; None if ``body`` holds it as text or images.
         budget: ``max_new_tokens``; None if it is not limited.
@@ -34,8 +38,8 @@ class CallRequest:
     """
 
     engine: EngineSpec
-    url: str
-    headers: httpx.Headers
+    base_url: BaseUrl
+    fields: Fields
     body: bytes
     options: RequestOptions
     prompt_len: int | None
@@ -45,28 +49,47 @@ class CallRequest:
     clamped: Literal["raise", "keep"]
     max_event_bytes: int
 
-    def parser(self) -> Parser:
-        """A new parser for one reply."""
-        return Parser(
-            self.engine.dialect,
-            logprobs=self.options.logprobs,
-            experts=self.options.experts,
-            prompt_len=self.prompt_len,
-            experts_start=self.options.experts_start,
-            clamped=self.clamped,
-            max_new_tokens=self.budget,
-            max_event_bytes=self.max_event_bytes,
-        )
+    def __post_init__(self) -> None:
+        options = self.options
+        self._stream: dict[str, Any] = {
+            "dialect": self.engine.dialect,
+            "logprobs": options.logprobs,
+            "experts": options.experts,
+            "prompt_len": self.prompt_len,
+            "experts_start": options.experts_start,
+            "clamped": self.clamped,
+            "max_new_tokens": self.budget,
+            "token_limit": None if self.budget is None else self.budget + _MAX_OVERRUN,
+            "max_event_bytes": self.max_event_bytes,
+        }
 
-    def with_rid(self, rid: str) -> httpx.Request:
-        """The HTTP request with this request id."""
-        headers = self.headers.copy()
-        headers.update(self.engine.headers(rid))  # replaces a caller's: of two of a name servers take the first
+    def nothing(self) -> Generation:
+        """The generation of a call that has received nothing."""
+        return Parser(**self._stream).take()
+
+    def drop_body(self) -> None:
+        """Free the body: the request is not sent again."""
+        self.body = b""
+
+    def with_rid(self, rid: str, *, fresh: bool = False) -> HttpRequest:
+        """The HTTP request with this request id.
+
+        Args:
+            rid: the request id.
+            fresh: whether to use a new connection only.
+        """
         first = self.options.rid
-        return httpx.Request(
-            "POST",
-            self.url,
-            headers=headers,
-            content=self.body if rid == first else self.engine.rename(self.body, first, rid),
-            extensions={"timeout": {"connect": self.connect_timeout}},
+        fields = self.fields
+        if own := self.engine.headers(rid):  # they replace a caller's: of two of a name servers take the first
+            names = {name.lower() for name in own}
+            fields = (*(field for field in fields if field[0].lower() not in names), *own.items())
+        return HttpRequest(
+            origin=self.base_url.origin,
+            method="POST",
+            target=self.base_url.prefix + self.engine.path,
+            fields=fields,
+            body=self.body if rid == first else self.engine.rename(self.body, first, rid),
+            stream=self._stream,
+            connect_timeout=self.connect_timeout,
+            fresh=fresh,
         )

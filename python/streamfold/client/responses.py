@@ -15,31 +15,24 @@ from streamfold.errors import EngineError, quote
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import httpx
+    from streamfold.client.drivers.base import Head
 
-__all__ = ["error_from_response", "error_message", "is_stream", "retry_after"]
+__all__ = ["error_from_response", "error_message", "retry_after"]
 
 _MAX_MESSAGE_CHARS = 2000
 
 
-def is_stream(response: httpx.Response) -> bool:
-    """Whether the body may go to the parser: status 200, plain ``text/event-stream``."""
-    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-    encoding = response.headers.get("content-encoding", "").strip().lower()
-    return response.status_code == 200 and kind == "text/event-stream" and encoding in ("", "identity")
-
-
-def error_from_response(response: httpx.Response, body: bytes, hint: str = "") -> EngineError:
+def error_from_response(head: Head, body: bytes, hint: str = "") -> EngineError:
     """The error that a response means which is no event stream; ``hint`` says what to do about it."""
-    status = response.status_code
+    status, headers = head.status, head.headers
     if status >= 400:
         message = error_message(body) + (f" ({hint})" if hint else "")
-        return EngineError(message, status=status, retry_after=retry_after(response.headers))
+        return EngineError(message, status=status, retry_after=retry_after(headers))
     if status >= 300:
-        location = response.headers.get("location", "an unnamed location")
+        location = headers.get("location", "an unnamed location")
         message = f"redirected to {location}; redirects are not followed: give the final URL"
         return EngineError(message, status=status)
-    kind = ", ".join(response.headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
+    kind = ", ".join(headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
     message = f"expected an uncompressed text/event-stream, got {kind or 'no content type'}: {quote(body)}"
     return EngineError(message, status=status)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,10 @@ from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, Strea
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    import httpx
-
     from streamfold._core import Generation
     from streamfold.client.attempt import Attempt
     from streamfold.client.limits import Retries, Slots
+    from streamfold.client.request import CallRequest
 
 __all__ = ["CallRunner", "RetryLog"]
 
@@ -48,7 +48,7 @@ class CallRunner:
         retry_log: counts and logs failed tries.
 
     Attributes:
-        started_at: by the loop's clock.
+        started_at: by ``time.monotonic()``.
         ended: resolved with what was received when the call ends, also after a failure.
         tries: tries so far; 0 while the call waits for its first slot.
         error: what the call failed with.
@@ -67,12 +67,13 @@ class CallRunner:
         retry_log: RetryLog,
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
-        self.started_at: float = loop.time()
+        self.started_at: float = time.monotonic()
         self.ended: asyncio.Future[Generation] = loop.create_future()
         self.tries: int = 0
         self.error: BaseException | None = None
         self._make_attempt = make_attempt
         self._attempt = make_attempt(rid)
+        self._stale_attempt: Attempt | None = None
         self._retries = retries
         self._slots = slots
         self._registry = registry
@@ -82,18 +83,15 @@ class CallRunner:
         self._retry_log = retry_log
         self._ended_at = math.inf
 
-    def start(self, make_request: Callable[[str], httpx.Request]) -> asyncio.Task[None]:
+    def start(self, request: CallRequest) -> asyncio.Task[None]:
         """Queue up for a slot.
-
-        Args:
-            make_request: makes the request with that request id.
 
         Returns:
             The pump, which ends when the call has ended and everything is cleaned up.
         """
         self._registry[self.rid] = self
         self._slot = self._slots.request()
-        pump = self._loop.create_task(self._pump(make_request), name=f"streamfold {self.rid}")
+        pump = self._loop.create_task(self._pump(request), name=f"streamfold {self.rid}")
         pump.add_done_callback(self._after_pump)
         return pump
 
@@ -153,7 +151,7 @@ class CallRunner:
 
     @property
     def _now(self) -> float:
-        return min(self._loop.time(), self._ended_at)
+        return min(time.monotonic(), self._ended_at)
 
     # Ending it, and waiting for its end.
 
@@ -196,9 +194,9 @@ class CallRunner:
 
     # The pump.
 
-    async def _pump(self, make_request: Callable[[str], httpx.Request]) -> None:
+    async def _pump(self, request: CallRequest) -> None:
         try:
-            while await self._try_once(make_request):
+            while await self._try_once(request):
                 self._slot = self._slots.request()
         except Exception as error:  # noqa: BLE001  # raised to those who await the call
             self._attempt.error = error  # in place of a failure that was to be retried
@@ -208,10 +206,12 @@ class CallRunner:
         finally:
             try:
                 await self._attempt.finish()
+                if self._stale_attempt is not None:
+                    await self._stale_attempt.finish()
             finally:
                 self._finish()
 
-    async def _try_once(self, make_request: Callable[[str], httpx.Request]) -> bool:
+    async def _try_once(self, request: CallRequest) -> bool:
         """One try, from the wait for a slot to the end of the retry pause after it; whether another one follows."""
         if not await self._slots.wait(self._slot):
             return False
@@ -221,7 +221,9 @@ class CallRunner:
             if self.tries:
                 self._replace_attempt()
             self.tries += 1
-            await self._attempt.run(make_request(self.rid), self._check_abort)
+            await self._attempt.run(request.with_rid(self.rid), self._check_abort)
+            if self._attempt.is_stale and not self._check_abort():
+                await self._run_again(request)
         finally:
             self._slots.release()
         await self._attempt.finish()
@@ -233,6 +235,14 @@ class CallRunner:
         if await (self._abort | self._host_abort).wait(pause) and not self._abort.is_set():
             self.abort_soon()
         return not self._check_abort()
+
+    async def _run_again(self, request: CallRequest) -> None:
+        """Send the request once more, on a new connection: the server had closed a kept one, and this is no retry."""
+        if self._stale_attempt is not None:  # of an earlier try
+            await self._stale_attempt.finish()
+        self._stale_attempt = self._attempt  # its abort is being sent
+        self._replace_attempt()
+        await self._attempt.run(request.with_rid(self.rid, fresh=True), self._check_abort)
 
     def _may_retry(self, error: BaseException | None) -> bool:
         if self.tries >= self._retries.tries or self._attempt.token_count:
@@ -276,7 +286,7 @@ class CallRunner:
             if self.tries > 1:
                 error.args = (f"{error}, after {self.tries} tries", *error.args[1:])
         self.error = error
-        self._ended_at = self._loop.time()
+        self._ended_at = time.monotonic()
         del self._registry[self.rid]
         self.ended.set_result(generation)
 

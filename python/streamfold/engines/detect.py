@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from streamfold.engines.sglang import Sglang
 from streamfold.engines.vllm import Vllm, VllmCompletions
@@ -20,7 +20,7 @@ ENGINES: Final[dict[str, type[EngineSpec]]] = {kind.name: kind for kind in (Sgla
 
 
 async def detect(
-    ask: Callable[[str, str, str, dict[str, Any] | None], Awaitable[bytes]],
+    ask: Callable[[Literal["GET", "POST"], str, str, dict[str, Any] | None], Awaitable[bytes]],
     base: str,
     workers: Callable[[], Awaitable[Sequence[str]]],
 ) -> EngineSpec:
@@ -36,7 +36,7 @@ async def detect(
     """
     busy: list[EngineError] = []  # a busy server's refusals do not tell which endpoints it has
 
-    async def status(method: str, base: str, path: str, body: dict[str, Any] | None = None) -> int:
+    async def status(method: Literal["GET", "POST"], base: str, path: str, body: dict[str, Any] | None = None) -> int:
         try:
             await ask(method, base, path, body)
         except EngineError as error:

@@ -14,8 +14,9 @@ import httpx
 import orjson
 
 from streamfold.client._internal import internals_of
+from streamfold.client.drivers.base import Head
+from streamfold.client.drivers.httpx_connection import new_transport
 from streamfold.client.responses import error_from_response
-from streamfold.client.transport import new_transport
 from streamfold.errors import EngineError, EngineTimeout, quote
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ async def _render_once(request: SampleRequest, body: Mapping[str, Any]) -> dict[
             "use a vLLM that has it, and start it with --enable-scale-out"
         )
     if response.status_code != 200:
-        raise error_from_response(response, response.content)
+        headers = {name.lower(): value for name, value in response.headers.multi_items()}
+        raise error_from_response(Head(response.status_code, is_stream=False, headers=headers), response.content)
     try:
         rendered = orjson.loads(response.content)
     except orjson.JSONDecodeError:

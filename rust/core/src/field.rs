@@ -90,12 +90,27 @@ impl<T: Copy> Field<T> {
         }
     }
 
+    /// Whether it is there and not null.
+    #[inline]
+    pub(crate) fn has_value(&self) -> bool {
+        !matches!(self.value, Value::Absent | Value::Null)
+    }
+
     pub(crate) fn is_wrong(&self) -> bool {
         matches!(self.value, Value::Wrong)
     }
 
     pub(crate) fn is_absent(&self) -> bool {
         matches!(self.value, Value::Absent)
+    }
+}
+
+impl Field<Span> {
+    /// A label that repeats one that was read and checked.
+    #[inline]
+    pub(crate) fn repeated_label(data: &[u8], value: Span) -> Self {
+        let is_null = data[value.start()] == b'n';
+        Self::new(value.start(), if is_null { Value::Null } else { Value::Is(value) })
     }
 }
 
@@ -118,15 +133,56 @@ impl RawMatched {
 /// A list with one element for each token. The elements are in the event's buffers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct List {
+    start: u32,
+    end: u32,
+    len: u32,
+    known: u32,
+    malformed: Option<(u32, u32)>,
+}
+
+/// An event has fewer than 2^32 bytes, and an element takes more than one.
+#[allow(clippy::cast_possible_truncation, reason = "no event is larger than MAX_EVENT")]
+impl List {
+    /// A list whose first element, if it has one, is at `start`.
+    pub(crate) fn new(start: usize) -> Self {
+        Self { start: start as u32, end: start as u32, len: 0, known: 0, malformed: None }
+    }
+
     /// The offset after the opening bracket.
-    pub start: usize,
+    pub(crate) fn start(&self) -> usize {
+        self.start as usize
+    }
+
     /// The offset after the last element.
-    pub end: usize,
-    pub len: usize,
+    pub(crate) fn end(&self) -> usize {
+        self.end as usize
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len as usize
+    }
+
     /// The number of leading elements recognized by their fingerprint. They are not in the buffers.
-    pub known: usize,
+    pub(crate) fn known(&self) -> usize {
+        self.known as usize
+    }
+
     /// The first element of a wrong shape: its index and its offset.
-    pub malformed: Option<(usize, usize)>,
+    pub(crate) fn malformed(&self) -> Option<(usize, usize)> {
+        self.malformed.map(|(index, at)| (index as usize, at as usize))
+    }
+
+    /// The list has `len` elements, the first `known` of which were recognized, and ends at `end`.
+    #[inline]
+    pub(crate) fn set(&mut self, len: usize, known: usize, end: usize) {
+        (self.len, self.known, self.end) = (len as u32, known as u32, end as u32);
+    }
+
+    /// The element at this index and offset has a wrong shape.
+    #[cold]
+    pub(crate) fn mark_malformed(&mut self, index: usize, at: usize) {
+        self.malformed = self.malformed.or(Some((index as u32, at as u32)));
+    }
 }
 
 /// Each method takes the next value, of any kind, inside `depth` containers.
@@ -161,15 +217,32 @@ impl Cursor<'_> {
 
     #[inline]
     pub(crate) fn next_string_field(&mut self, depth: u32) -> Result<Field<RawStr>> {
+        let at = self.at;
+        if self.data.get(at) == Some(&b'"') {
+            return Ok(Field::new(at, Value::Is(self.next_string()?)));
+        }
+        self.next_other_string(depth)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn next_other_string(&mut self, depth: u32) -> Result<Field<RawStr>> {
         self.next_field(depth, Peek::String, |cursor| Ok(Value::Is(cursor.next_string()?)))
     }
 
-    #[inline]
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "a field that is returned in memory is read before it is written: 4 %")]
     pub(crate) fn next_count(&mut self, depth: u32) -> Result<Field<u64>> {
         let at = self.at;
         if let Some(value) = self.next_plain_integer() {
             return Ok(Field::new(at, Value::Is(value)));
         }
+        self.next_other_count(depth)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn next_other_count(&mut self, depth: u32) -> Result<Field<u64>> {
         self.next_field(depth, Peek::Number, |cursor| {
             let value = cursor.next_number()?.as_integer(u64::from(u32::MAX));
             Ok(value.map_or(Value::Wrong, Value::Is))
@@ -220,7 +293,7 @@ impl Cursor<'_> {
         })
     }
 
-    /// An array. `take` takes its elements and the closing bracket; it gets `len` 0 for an empty array.
+    /// An array. `take` takes its elements, of which there is at least one, and the closing bracket.
     #[inline]
     pub(crate) fn next_list(
         &mut self,
@@ -228,10 +301,10 @@ impl Cursor<'_> {
         take: impl FnOnce(&mut Self, &mut List) -> Result<()>,
     ) -> Result<Field<List>> {
         self.next_field(depth, Peek::Array, |cursor| {
-            let start = cursor.at + 1;
-            let len = usize::from(cursor.next_array());
-            let mut list = List { start, end: start, len, known: 0, malformed: None };
-            take(cursor, &mut list)?;
+            let mut list = List::new(cursor.at + 1);
+            if cursor.next_array() {
+                take(cursor, &mut list)?;
+            }
             Ok(Value::Is(list))
         })
     }

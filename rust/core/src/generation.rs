@@ -106,11 +106,23 @@ pub struct Generation {
     pub meta: Vec<(String, String)>,
 }
 
+/// When the first tokens arrive, space is reserved for at most this many.
+const FIRST_RESERVE: usize = 4096;
+
 impl Generation {
+    /// Make room for `more` tokens; for `expected` tokens in all when the first ones arrive. False: out of memory.
+    pub(crate) fn reserve(&mut self, more: usize, expected: Option<usize>) -> bool {
+        if let (Some(expected), true, 1..) = (expected, self.token_ids.is_empty(), more) {
+            // If this fails, there may still be room for what is needed now.
+            self.grow(expected.min(FIRST_RESERVE));
+        }
+        self.grow(more)
+    }
+
     /// Make room for `more` tokens, or change nothing.
     ///
     /// This holds at most 12.75 bytes for each token, and realloc moves large blocks without a copy.
-    pub(crate) fn reserve(&mut self, more: usize) -> bool {
+    fn grow(&mut self, more: usize) -> bool {
         grow(&mut self.token_ids, more) && self.logprobs.as_mut().is_none_or(|logprobs| grow(logprobs, more))
     }
 

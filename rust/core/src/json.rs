@@ -49,6 +49,11 @@ impl<'a> Cursor<'a> {
         Self { data, at: 0, failure: "" }
     }
 
+    /// A cursor at a value that was validated before.
+    pub(crate) fn at(data: &'a [u8], value: Span) -> Self {
+        Self { data, at: value.start(), failure: "" }
+    }
+
     /// A cursor over a value that was validated before.
     pub(crate) fn over(data: &'a [u8], span: Span) -> Self {
         Self { data: &data[..span.end()], at: span.start(), failure: "" }

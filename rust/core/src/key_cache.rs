@@ -1,121 +1,19 @@
-//! The keys that a dialect reads, and a cache of the keys of the last event.
+//! A cache of the keys of the last event.
 //!
 //! An engine writes the same keys in the same order in every event, and most values that go to `Generation.meta` stay
 //! the same. So a key is first compared with the key at that position in the last event, delimiter and colon included,
 //! and its value with the last value. A key is looked up by its name only if it differs, and a value is parsed only if
 //! the key or the value differs.
+//!
+//! Keys whose values were all the same form a run, up to the key behind them or to the end of the object. The bytes of
+//! a run are compared at once.
 
 use std::ops::Range;
 
 use crate::json::{Cursor, Result};
+use crate::key_table::LevelKey;
 use crate::span::Span;
 use crate::text::name as plain_name;
-
-/// What the reader does with the value of a key, beside parsing it into its field.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// Nothing: the generation has an attribute for it.
-    Field,
-    /// As `Field`. If the value equals the one in the last event, it is not parsed again.
-    RepeatedField,
-    /// It is kept for `Generation.meta`.
-    Meta,
-    /// As `Meta`. If the value equals the one in the last event, it is not parsed again.
-    RepeatedMeta,
-}
-
-impl Use {
-    pub(crate) const fn is_meta(self) -> bool {
-        matches!(self, Self::Meta | Self::RepeatedMeta)
-    }
-
-    pub(crate) const fn repeats(self) -> bool {
-        matches!(self, Self::RepeatedField | Self::RepeatedMeta)
-    }
-}
-
-/// The keys of one level of an event, such as those of `meta_info`.
-pub(crate) trait LevelKey: Copy {
-    /// A key of any level.
-    type Key: Copy;
-
-    /// The key with this name.
-    fn of(name: &[u8]) -> Self;
-
-    /// The key, if it belongs to this level.
-    fn from_key(key: Self::Key) -> Option<Self>;
-
-    fn into_key(self) -> Self::Key;
-}
-
-/// The table of a dialect's keys: for each level an enum, and for each key its name on the wire and its [`Use`].
-///
-/// Readers match on a level's enum without a wildcard, so a key that is added here and not read does not compile.
-macro_rules! keys {
-    ($(
-        $(#[$about:meta])*
-        $Level:ident($LevelKey:ident) at $path:literal { $($(#[$note:meta])* $Key:ident = $name:literal: $use:ident,)* }
-    )*) => {
-        /// A key of any level.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(super) enum Key {
-            $($Level($LevelKey),)*
-        }
-
-        $(
-            $(#[$about])*
-            #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-            pub(super) enum $LevelKey {
-                $($(#[$note])* $Key,)*
-                /// Every other key: it goes to `Generation.meta`.
-                Other,
-            }
-
-            impl $LevelKey {
-                /// The path of the value in an event, for errors.
-                pub(super) const fn path(self) -> &'static str {
-                    match self {
-                        $(Self::$Key => concat!($path, $name),)*
-                        Self::Other => $path,
-                    }
-                }
-
-                pub(super) const fn usage(self) -> $crate::key_cache::Use {
-                    match self {
-                        $(Self::$Key => $crate::key_cache::Use::$use,)*
-                        Self::Other => $crate::key_cache::Use::RepeatedMeta,
-                    }
-                }
-            }
-
-            impl $crate::key_cache::LevelKey for $LevelKey {
-                type Key = Key;
-
-                fn of(name: &[u8]) -> Self {
-                    $(
-                        if name == $name.as_bytes() {
-                            return Self::$Key;
-                        }
-                    )*
-                    Self::Other
-                }
-
-                #[inline]
-                fn from_key(key: Key) -> Option<Self> {
-                    match key {
-                        Key::$Level(key) => Some(key),
-                        _ => None,
-                    }
-                }
-
-                fn into_key(self) -> Key {
-                    Key::$Level(self)
-                }
-            }
-        )*
-    };
-}
-pub(crate) use keys;
 
 /// Longer values are not kept for comparison.
 const MAX_VALUE_BYTES: usize = 64;
@@ -136,12 +34,33 @@ struct CachedKey<K> {
     value: Vec<u8>,
     /// The object has this key twice, and the last one counts. So both must be read.
     is_duplicate: bool,
+    /// The run that begins with this key.
+    run: Option<Box<Run>>,
+    /// A run includes the value.
+    is_in_run: bool,
+}
+
+/// Keys of one object whose values were the same in the last two events.
+struct Run {
+    /// The bytes from the brace or comma before the first key to the colon behind the key that follows the last one, or
+    /// to the brace that ends the object.
+    bytes: Vec<u8>,
+    /// The number of keys whose values are in the bytes.
+    count: usize,
+    /// Whether the object ends with the run.
+    ends_object: bool,
+    /// The values that every event needs: the index of the key, and the range in the bytes.
+    needed: Vec<(usize, Range<usize>)>,
 }
 
 /// The keys of the last event, in their order.
 pub(crate) struct KeyCache<K> {
     keys: Vec<CachedKey<K>>,
     next: usize,
+    /// The first of the keys before the next one whose values were the same, and the offset of its brace or comma.
+    first_same: (usize, usize),
+    /// Whether the value of the key just taken was the same.
+    was_same: bool,
     /// An event had too many keys.
     is_disabled: bool,
     /// The name of the key just taken, if the cache is disabled.
@@ -150,7 +69,7 @@ pub(crate) struct KeyCache<K> {
 
 impl<K> Default for KeyCache<K> {
     fn default() -> Self {
-        Self { keys: Vec::new(), next: 0, is_disabled: false, name: None }
+        Self { keys: Vec::new(), next: 0, first_same: (0, 0), was_same: false, is_disabled: false, name: None }
     }
 }
 
@@ -158,23 +77,66 @@ impl<K: Copy> KeyCache<K> {
     /// Start at the first key of an event.
     pub(crate) fn start_event(&mut self) {
         self.next = 0;
+        self.was_same = false;
     }
 
     /// Take the brace or comma, the key and the colon. None: the object has ended, and its brace is taken.
+    ///
+    /// Keys before it that repeat their values may be taken with it. `on_needed` is given those that every event needs.
     #[inline]
     pub(crate) fn next_key<L: LevelKey<Key = K>>(
         &mut self,
         cursor: &mut Cursor<'_>,
         data: &[u8],
         is_first: bool,
+        on_needed: impl FnMut(L, Span),
     ) -> Result<Option<L>> {
+        let goes_on = std::mem::replace(&mut self.was_same, false);
+        if !goes_on {
+            self.first_same = (self.next, cursor.at);
+        }
+        let key = self.next_known(cursor, data, is_first, on_needed)?;
+        if goes_on {
+            self.keep_run::<L>(data, cursor.at, key.is_none());
+        }
+        Ok(key)
+    }
+
+    #[inline]
+    fn next_known<L: LevelKey<Key = K>>(
+        &mut self,
+        cursor: &mut Cursor<'_>,
+        data: &[u8],
+        is_first: bool,
+        mut on_needed: impl FnMut(L, Span),
+    ) -> Result<Option<L>> {
+        let rest = &data[cursor.at..];
         if let Some(cached) = self.keys.get(self.next)
             && let Some(key) = L::from_key(cached.key)
-            && data[cursor.at..].starts_with(&cached.raw)
         {
-            cursor.at += cached.raw.len();
-            self.next += 1;
-            return Ok(Some(key));
+            if let Some(run) = cached.run.as_deref().filter(|run| rest.starts_with(&run.bytes)) {
+                for (index, range) in &run.needed {
+                    if let Some(key) = L::from_key(self.keys[*index].key) {
+                        on_needed(key, Span::new(cursor.at + range.start, cursor.at + range.end));
+                    }
+                }
+                cursor.at += run.bytes.len();
+                self.next += run.count;
+                if run.ends_object {
+                    return Ok(None);
+                }
+                self.next += 1;
+                return Ok(L::from_key(self.keys[self.next - 1].key));
+            }
+            if rest.starts_with(&cached.raw) {
+                cursor.at += cached.raw.len();
+                self.next += 1;
+                return Ok(Some(key));
+            }
+        }
+        if !is_first && rest.first() == Some(&b'}') {
+            cursor.at += 1;
+            return Ok(None);
         }
         self.read_key(cursor, data, is_first)
     }
@@ -192,7 +154,7 @@ impl<K: Copy> KeyCache<K> {
 
     /// Take the value of the key just taken, if it equals the value in the last event.
     #[inline]
-    pub(crate) fn next_same_value(&self, cursor: &mut Cursor<'_>, data: &[u8]) -> bool {
+    pub(crate) fn next_same_value(&mut self, cursor: &mut Cursor<'_>, data: &[u8]) -> bool {
         if self.name.is_some() {
             return false;
         }
@@ -202,6 +164,7 @@ impl<K: Copy> KeyCache<K> {
             !value.is_empty() && matches!(data.get(end), Some(b',' | b'}')) && data[cursor.at..end] == **value;
         if is_same {
             cursor.at = end;
+            self.was_same = true;
         }
         is_same
     }
@@ -215,6 +178,9 @@ impl<K: Copy> KeyCache<K> {
         if value.len() <= MAX_VALUE_BYTES && !cached.is_duplicate {
             cached.value.extend_from_slice(value);
         }
+        if cached.is_in_run {
+            self.drop_run(index);
+        }
     }
 
     /// Whether the object may have the key just taken twice.
@@ -225,6 +191,46 @@ impl<K: Copy> KeyCache<K> {
     /// Clear all values: those of the last event do not count.
     pub(crate) fn forget_values(&mut self) {
         self.keys.iter_mut().for_each(|cached| cached.value.clear());
+        self.drop_runs();
+    }
+
+    /// The values of the keys before the next one, from `first_same` on, were the same as in the last event: keep them
+    /// as a run that ends at `end`.
+    #[cold]
+    fn keep_run<L: LevelKey<Key = K>>(&mut self, data: &[u8], end: usize, ends_object: bool) {
+        let (first, start) = self.first_same;
+        let last = if ends_object { self.next } else { self.next.saturating_sub(1) };
+        if self.name.is_some() || first >= last || last > self.keys.len() {
+            return;
+        }
+        let mut needed = Vec::new();
+        let mut at = 0;
+        for (index, cached) in self.keys[first..last].iter_mut().enumerate() {
+            at += cached.raw.len();
+            if L::from_key(cached.key).is_some_and(|key| key.usage().is_needed()) {
+                needed.push((first + index, at..at + cached.value.len()));
+            }
+            at += cached.value.len();
+            cached.is_in_run = true;
+            cached.run = None;
+        }
+        let bytes = data[start..end].to_vec();
+        self.keys[first].run = Some(Box::new(Run { bytes, count: last - first, ends_object, needed }));
+    }
+
+    /// Drop the run that includes the value of this key.
+    #[cold]
+    fn drop_run(&mut self, index: usize) {
+        let Some(first) = (0..=index).rev().find(|&first| self.keys[first].run.is_some()) else { return };
+        let count = self.keys[first].run.take().map_or(0, |run| run.count);
+        self.keys[first..first + count].iter_mut().for_each(|cached| cached.is_in_run = false);
+    }
+
+    fn drop_runs(&mut self) {
+        for cached in &mut self.keys {
+            cached.run = None;
+            cached.is_in_run = false;
+        }
     }
 
     #[cold]
@@ -253,11 +259,15 @@ impl<K: Copy> KeyCache<K> {
             plain: plain.into(),
             value: Vec::new(),
             is_duplicate: false,
+            run: None,
+            is_in_run: false,
         });
         Ok(Some(key))
     }
 
     fn insert<L: LevelKey<Key = K>>(&mut self, mut new: CachedKey<K>) {
+        // Runs go by the places of their keys, and a key that is there twice is in none.
+        self.drop_runs();
         for (index, other) in self.keys.iter_mut().enumerate() {
             if index != self.next && L::from_key(other.key).is_some() && other.plain == new.plain {
                 other.is_duplicate = true;
@@ -273,7 +283,13 @@ impl<K: Copy> KeyCache<K> {
     }
 
     pub(crate) fn held_bytes(&self) -> usize {
-        let kept = |cached: &CachedKey<K>| cached.raw.capacity() + cached.value.capacity() + cached.plain.len();
+        let run = |run: &Run| {
+            size_of::<Run>() + run.bytes.capacity() + run.needed.capacity() * size_of::<(usize, Range<usize>)>()
+        };
+        let kept = |cached: &CachedKey<K>| {
+            let run = cached.run.as_deref().map_or(0, run);
+            cached.raw.capacity() + cached.value.capacity() + cached.plain.len() + run
+        };
         self.keys.capacity() * size_of::<CachedKey<K>>() + self.keys.iter().map(kept).sum::<usize>()
     }
 }

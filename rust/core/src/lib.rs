@@ -17,6 +17,7 @@ mod field;
 mod generation;
 mod json;
 mod key_cache;
+mod key_table;
 mod memory;
 mod meta;
 mod npy;

@@ -70,6 +70,8 @@ pub(crate) struct Meta {
     entries: Vec<Entry>,
     /// The index of each key in `entries`, by its name without escapes.
     places: HashMap<Box<[u8]>, usize>,
+    /// The index in `entries` of each member of the last event.
+    last: Vec<usize>,
 }
 
 /// The number of entries to compare before the map is used.
@@ -84,16 +86,27 @@ struct Entry {
 impl Meta {
     pub(crate) fn update(&mut self, data: &[u8], members: &Members) {
         let mut next = 0;
-        for member in &members.all {
+        for (index, member) in members.all.iter().enumerate() {
             let key = member.key.of(data);
-            // Engines write keys in the same order, so the entry is one of the next.
-            let ahead = self.entries.iter().skip(next).take(NEAR).position(|entry| *entry.key == *key);
-            let place = ahead.map_or_else(|| self.place(key), |ahead| next + ahead);
+            // Most events have the members of the last one.
+            let last = self.last.get(index).copied().filter(|&place| *self.entries[place].key == *key);
+            let place = last.unwrap_or_else(|| self.find(index, next, key));
             next = place + 1;
             let latest = &mut self.entries[place].value;
             latest.clear();
             latest.extend_from_slice(member.value.of(data));
         }
+    }
+
+    /// The index of the key of the member at `index`; that of the member before it is before `next`.
+    #[cold]
+    fn find(&mut self, index: usize, next: usize, key: &[u8]) -> usize {
+        // Engines write keys in the same order, so the entry is one of the next.
+        let ahead = self.entries.iter().skip(next).take(NEAR).position(|entry| *entry.key == *key);
+        let place = ahead.map_or_else(|| self.place(key), |ahead| next + ahead);
+        self.last.truncate(index);
+        self.last.push(place);
+        place
     }
 
     /// The index of a key. A new key is added at the end.
@@ -109,6 +122,7 @@ impl Meta {
 
     pub(crate) fn take(&mut self) -> Vec<(String, String)> {
         let owned = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap_or_default();
+        self.last = Vec::new();
         let entries = std::mem::take(&mut self.entries).into_iter();
         entries.map(|entry| (owned(entry.key.into_vec()), owned(entry.value))).collect()
     }
@@ -116,6 +130,10 @@ impl Meta {
     pub(crate) fn held_bytes(&self) -> usize {
         let entries = self.entries.capacity() * size_of::<Entry>();
         let places = self.places.capacity() * size_of::<(Box<[u8]>, usize)>();
-        entries + places + self.entries.iter().map(|entry| 2 * entry.key.len() + entry.value.capacity()).sum::<usize>()
+        let last = self.last.capacity() * size_of::<usize>();
+        entries
+            + places
+            + last
+            + self.entries.iter().map(|entry| 2 * entry.key.len() + entry.value.capacity()).sum::<usize>()
     }
 }

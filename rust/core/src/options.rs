@@ -90,8 +90,10 @@ pub struct Options {
     pub experts_start: u64,
     /// What to do with a logprob that is the engine's substitute for minus infinity.
     pub clamped: Clamped,
-    /// The number of tokens to reserve space for. It is not a limit.
+    /// The number of tokens to reserve space for when the first ones arrive. It is not a limit.
     pub max_new_tokens: Option<usize>,
+    /// The event with which the stream has more tokens than this is its last: the generation ends with it.
+    pub token_limit: Option<usize>,
     /// The largest event, in bytes.
     pub max_event_bytes: usize,
 }
@@ -105,6 +107,7 @@ impl Default for Options {
             experts_start: 0,
             clamped: Clamped::Raise,
             max_new_tokens: None,
+            token_limit: None,
             max_event_bytes: 1 << 30,
         }
     }

@@ -2,14 +2,12 @@
 
 use crate::builder::GenerationBuilder;
 use crate::error::{Error, ErrorKind, EventError, ParseError, Rejection};
-use crate::generation::Generation;
+use crate::generation::{FinishReason, Generation};
 use crate::options::{Dialect, Options};
 use crate::sglang::{Mode, Sglang};
-use crate::sse::{Event, Framer};
+use crate::sse::{Event, Framer, Next};
+use crate::text::is_ascii;
 use crate::vllm::{Api, Vllm};
-
-/// Space for at most this many tokens is reserved before the first one arrives.
-const FIRST_RESERVE: usize = 4096;
 
 /// Parses the response body of one streamed generation.
 ///
@@ -40,6 +38,7 @@ struct EventDecoder {
     dialect: DialectDecoder,
     builder: GenerationBuilder,
     is_done: bool,
+    is_overrun: bool,
 }
 
 /// The decoder of the engine that writes the stream.
@@ -71,11 +70,13 @@ impl Parser {
     /// A parser for one response.
     #[must_use]
     pub fn new(dialect: Dialect, options: Options) -> Self {
-        let mut builder = GenerationBuilder::new(options.logprobs);
-        // If this fails, the first event with tokens tries again and reports the error.
-        builder.generation.reserve(options.max_new_tokens.unwrap_or(0).min(FIRST_RESERVE));
-        let decoder =
-            EventDecoder { options, dialect: DialectDecoder::new(dialect, &options), builder, is_done: false };
+        let decoder = EventDecoder {
+            options,
+            dialect: DialectDecoder::new(dialect, &options),
+            builder: GenerationBuilder::new(options.logprobs),
+            is_done: false,
+            is_overrun: false,
+        };
         Self { framer: Framer::new(options.max_event_bytes), decoder, error: None, is_closed: false, taken: None }
     }
 
@@ -90,9 +91,31 @@ impl Parser {
         }
         let before = self.token_count();
         let decoder = &mut self.decoder;
-        let result = self.framer.feed(data, |event| decoder.decode(event));
+        let result = self.framer.feed(data, |event| Ok(Next { skips: decoder.decode(event)?, pauses: false }));
         self.keep_error(result)?;
         Ok(self.token_count() - before)
+    }
+
+    /// As [`Parser::feed`], but stop behind the event that finishes the generation. Returns the number of bytes taken:
+    /// all of them, or those up to the end of that event or of the event with the error. When the generation is
+    /// finished, all bytes are taken.
+    ///
+    /// # Errors
+    ///
+    /// As [`Parser::feed`].
+    pub fn feed_until_finished(&mut self, data: &[u8]) -> (usize, Result<(), Error>) {
+        if let Some(error) = &self.error {
+            return (0, Err(error.clone()));
+        }
+        let start = self.framer.position();
+        let was_finished = self.finished();
+        let decoder = &mut self.decoder;
+        let result = self.framer.feed(data, |event| {
+            let skips = decoder.decode(event)?;
+            Ok(Next { skips, pauses: decoder.is_finished() && !was_finished })
+        });
+        let taken = usize::try_from(self.framer.position() - start).unwrap_or(data.len());
+        (taken, self.keep_error(result))
     }
 
     /// End the stream: the body is complete, and nothing is fed afterwards. A pending event without its blank line is
@@ -147,10 +170,17 @@ impl Parser {
         self.taken.map_or_else(|| self.decoder.builder.generation.token_ids.len(), |(count, _)| count)
     }
 
-    /// Whether the terminal event, the one with a finish reason, was received.
+    /// Whether the generation has its finish reason: from the terminal event, or because of [`Options::token_limit`].
     #[must_use]
     pub fn finished(&self) -> bool {
         self.taken.map_or_else(|| self.decoder.is_finished(), |(_, finished)| finished)
+    }
+
+    /// Whether the generation ended because it has more tokens than [`Options::token_limit`]. The engine does not know
+    /// that.
+    #[must_use]
+    pub fn overrun(&self) -> bool {
+        self.decoder.is_overrun
     }
 
     /// Whether `[DONE]` was received.
@@ -175,7 +205,18 @@ impl EventDecoder {
     /// Whether all further events but `[DONE]` are skipped.
     fn ignores_events(&self) -> bool {
         // vLLM sends the usage after the terminal event.
-        self.is_done || (self.is_finished() && matches!(self.dialect, DialectDecoder::Sglang(_)))
+        self.is_done || self.is_overrun || (self.is_finished() && matches!(self.dialect, DialectDecoder::Sglang(_)))
+    }
+
+    /// End the generation if it has too many tokens. Those of the last event are kept: an event counts as a whole.
+    #[inline]
+    fn check_limit(&mut self) {
+        let generation = &mut self.builder.generation;
+        let limit = self.options.token_limit.unwrap_or(usize::MAX);
+        if generation.token_ids.len() > limit && generation.finish_reason.is_none() {
+            generation.finish_reason = Some(FinishReason::Length);
+            self.is_overrun = true;
+        }
     }
 
     /// Decode one event. Returns whether all further events but `[DONE]` can be skipped.
@@ -188,7 +229,7 @@ impl EventDecoder {
             return Ok(true);
         }
         // Most events are ASCII, and the check for ASCII is ten times faster.
-        let valid = if event.data.is_ascii() { Ok(()) } else { std::str::from_utf8(event.data).map(|_| ()) };
+        let valid = if is_ascii(event.data) { Ok(()) } else { std::str::from_utf8(event.data).map(|_| ()) };
         let is_late = self.is_finished();
         let Self { options, dialect, builder, .. } = self;
         let result = match (valid, dialect) {
@@ -204,6 +245,7 @@ impl EventDecoder {
             Rejection::Invalid(error) => locate(error, event),
             Rejection::Engine(error) => Error::Engine(error),
         })?;
+        self.check_limit();
         Ok(self.ignores_events())
     }
 }

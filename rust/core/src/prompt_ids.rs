@@ -31,16 +31,13 @@ impl PromptIds {
         let data = cursor.data;
         ids.clear();
         cursor.next_list(depth, |cursor, list| {
-            if list.len == 0 {
-                return Ok(());
-            }
-            if let Some((count, end)) = last.matches(data, list.start).filter(|&(_, end)| data[end] == b']') {
-                (list.known, list.len, list.end) = (count, count, end);
+            if let Some((count, end)) = last.matches(data, list.start()).filter(|&(_, end)| data[end] == b']') {
+                list.set(count, count, end);
                 cursor.at = end;
                 return cursor.next_element().map(drop);
             }
-            list.end = next_tokens(cursor, depth + 1, ids)?;
-            list.len = ids.len();
+            let end = next_tokens(cursor, depth + 1, ids)?;
+            list.set(ids.len(), 0, end);
             Ok(())
         })
     }
@@ -84,7 +81,7 @@ impl PromptIds {
         path: &'static str,
         kept: &Generation,
     ) -> Result<(), EventError> {
-        let Some(list) = field.get().filter(|list| list.known == 0) else { return Ok(()) };
+        let Some(list) = field.get().filter(|list| list.known() == 0) else { return Ok(()) };
         if let Some(kept) = kept.prompt_token_ids.as_ref().filter(|&kept| *kept != self.ids) {
             let same = self.ids.iter().zip(kept).take_while(|(new, kept)| new == kept).count();
             let message = format!(
@@ -95,13 +92,13 @@ impl PromptIds {
             );
             return Err(EventError::new(ErrorKind::Prefix, field.at(), path, message));
         }
-        checks::ids(data, &self.ids, |index| (element_at(data, list.start, index), format!("{path}[{index}]")))
+        checks::ids(data, &self.ids, |index| (element_at(data, list.start(), index), format!("{path}[{index}]")))
     }
 
     #[inline(never)]
     fn apply_list(&mut self, data: &[u8], field: &Field<List>, generation: &mut Generation) {
-        let Some(list) = field.get().filter(|list| list.known == 0) else { return };
-        self.last.remember(data, list.start, list.end, list.len, 0);
+        let Some(list) = field.get().filter(|list| list.known() == 0) else { return };
+        self.last.remember(data, list.start(), list.end(), list.len(), 0);
         if generation.prompt_token_ids.is_none() {
             let mut ids = std::mem::take(&mut self.ids);
             ids.shrink_to_fit();
@@ -117,7 +114,7 @@ fn length(
     kept: &Generation,
     options: &Options,
 ) -> Result<(), EventError> {
-    let new = ids.get().map(|list| list.len as u64);
+    let new = ids.get().map(|list| list.len() as u64);
     let Some(len) = new.or(kept.prompt_token_ids.as_ref().map(|ids| ids.len() as u64)) else { return Ok(()) };
     let (at, path) = if new.is_some() { (ids.at(), ids_path) } else { (count.at(), count_path) };
     let error = |message| Err(EventError::new(ErrorKind::Length, at, path, message));

@@ -27,7 +27,7 @@ use crate::sglang::fields::{Fields, Finish};
 pub(crate) use crate::sglang::mode::Mode;
 use crate::sglang::paths::{PROMPT_IDS, PROMPT_TOKENS};
 use crate::sglang::reader::read;
-use crate::side::{Progress, Version};
+use crate::side::{Progress, SideData, Version};
 use crate::text::decode;
 
 /// The decoder of one stream.
@@ -115,15 +115,17 @@ impl Sglang {
         let start = if step.new > 0 { self.buffers.buffer_from(list, step.first, kept) } else { 0 };
         checks::ids(data, list, step, &self.buffers, start)?;
         let clamped = checks::logprobs(data, list, step, &self.buffers, start, options)?;
-        let side = if step.shape == Shape::Marker {
+        let side = if step.shape == Shape::Marker || !fields.meta.has_side_data() {
             None
         } else {
             let progress = Progress { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
-            let len = list.map_or(0, |list| list.len);
+            let len = list.map_or(0, |list| list.len());
             Some(side::read(data, fields, progress, len, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
-        if !builder.generation.reserve(step.new) || !builder.text.reserve(text, step.mode == Mode::Cumulative) {
+        if !builder.generation.reserve(step.new, options.max_new_tokens)
+            || !builder.text.reserve(text, step.mode == Mode::Cumulative)
+        {
             let message = format!("out of memory for {} more tokens and {text} bytes of text", step.new);
             return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
@@ -131,8 +133,10 @@ impl Sglang {
         // Nothing below can fail.
         self.apply(data, fields, step, start, builder);
         builder.generation.clamped_logprobs += clamped;
-        if let Some(side) = side {
-            side.apply(step.new, builder);
+        match side {
+            Some(side) => side.apply(step.new, builder),
+            None if step.shape == Shape::Marker => {}
+            None => SideData::apply_none(step.new, builder),
         }
         builder.generation.finish_reason = reason;
         self.remember(data, fields, list, step);
@@ -198,7 +202,7 @@ impl Sglang {
     /// Remember complete lists by their fingerprints, to recognize them in the next event.
     fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<List>, step: Step) {
         let buffers = &mut self.buffers;
-        let is_all = step.first + step.new == list.map_or(0, |list| list.len)
+        let is_all = step.first + step.new == list.map_or(0, |list| list.len())
             && (step.shape == Shape::Whole
                 || (step.shape == Shape::Delta && self.mode == Mode::Unknown && step.new > 0));
         if self.mode == Mode::Incremental {
@@ -206,10 +210,10 @@ impl Sglang {
             buffers.ids_prefix.clear();
         } else if is_all {
             if let Some(list) = fields.meta.pairs.get() {
-                buffers.pairs_prefix.remember(data, list.start, list.end, list.len, list.known);
+                buffers.pairs_prefix.remember(data, list.start(), list.end(), list.len(), list.known());
             }
             match fields.output_ids.get() {
-                Some(list) => buffers.ids_prefix.remember(data, list.start, list.end, list.len, list.known),
+                Some(list) => buffers.ids_prefix.remember(data, list.start(), list.end(), list.len(), list.known()),
                 None => buffers.ids_prefix.clear(),
             }
         }

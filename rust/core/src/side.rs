@@ -41,6 +41,16 @@ pub(crate) struct SideData {
 }
 
 impl SideData {
+    /// Apply that an event with `new` tokens has no side data.
+    #[inline]
+    pub(crate) fn apply_none(new: usize, builder: &mut GenerationBuilder) {
+        let generation = &builder.generation;
+        if generation.routed_experts.is_some() || generation.top_p.is_some() {
+            Self { experts: None, masks: Masks::None, versions: None }.apply(new, builder);
+        }
+        builder.covers_top_p &= new == 0;
+    }
+
     /// Apply the side data of an event with `new` tokens. Nothing here can fail.
     pub(crate) fn apply(self, new: usize, builder: &mut GenerationBuilder) {
         let generation = &mut builder.generation;

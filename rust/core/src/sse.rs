@@ -4,6 +4,8 @@
 //! ordinary bytes. Each byte is searched once. An event inside one read is passed on without a copy; only events that
 //! reads split are copied.
 
+use std::ops::Range;
+
 use crate::error::{Error, ErrorKind, ParseError};
 use crate::memory::grow;
 use crate::span::MAX_EVENT;
@@ -38,6 +40,20 @@ impl Event<'_> {
             }
         }
     }
+}
+
+/// What becomes of the bytes behind an event.
+#[derive(Clone, Copy)]
+pub(crate) struct Next {
+    /// All later events but `[DONE]` are skipped.
+    pub skips: bool,
+    /// The rest of the read is not taken.
+    pub pauses: bool,
+}
+
+impl Next {
+    /// The next event is read.
+    const READ: Self = Self { skips: false, pauses: false };
 }
 
 #[derive(Clone, Copy)]
@@ -112,35 +128,38 @@ impl Framer {
 
     /// Take the next bytes and call `on_event` for each event that they complete.
     ///
-    /// `on_event` returns whether all later events but `[DONE]` can be skipped.
+    /// After a pause, and after an error in an event, the position is behind that event.
     pub(crate) fn feed(
         &mut self,
         read: &[u8],
-        mut on_event: impl FnMut(&Event<'_>) -> Result<bool, Error>,
+        mut on_event: impl FnMut(&Event<'_>) -> Result<Next, Error>,
     ) -> Result<(), Error> {
         let base = self.position;
-        self.position += read.len() as u64;
         let mut start = self.skip_bom(read, base);
         let mut in_place: Option<InPlace> = None;
         if self.line.is_empty() {
             self.line_offset = base + start as u64;
         }
-        let first = start;
-        for index in memchr::memchr2_iter(b'\n', b'\r', &read[first..]) {
-            let end = first + index;
+        while let Some(index) = line_end(&read[start..]) {
+            let end = start + index;
             let is_lf_of_crlf = self.after_cr && end == start && self.line.is_empty() && read[end] == b'\n';
             self.after_cr = read[end] == b'\r';
+            let first = std::mem::replace(&mut start, end + 1);
+            self.position = base + start as u64;
             if !is_lf_of_crlf {
-                if self.line.is_empty() {
-                    self.line(read, start, end, &mut in_place, &mut on_event)?;
+                let next = if self.line.is_empty() {
+                    self.line(read, first..end, base, &mut in_place, &mut on_event)?
                 } else {
-                    self.extend_line(&read[start..end])?;
-                    self.carried_line(&mut on_event)?;
+                    self.extend_line(&read[first..end])?;
+                    self.carried_line(&mut on_event)?
+                };
+                if next.pauses {
+                    return Ok(());
                 }
             }
-            start = end + 1;
-            self.line_offset = base + start as u64;
+            self.line_offset = self.position;
         }
+        self.position = base + read.len() as u64;
         if start < read.len() {
             self.after_cr = false;
         }
@@ -154,7 +173,7 @@ impl Framer {
     pub(crate) fn finish(&mut self) -> Result<Option<Event<'_>>, Error> {
         if !self.line.is_empty() {
             // Only a blank line dispatches an event, and this line is not blank.
-            self.carried_line(&mut |_: &Event<'_>| Ok(false))?;
+            self.carried_line(&mut |_: &Event<'_>| Ok(Next::READ))?;
         }
         Ok(self.pending().filter(|event| !is_blank(event.data)))
     }
@@ -182,22 +201,21 @@ impl Framer {
     fn line(
         &mut self,
         read: &[u8],
-        start: usize,
-        end: usize,
+        Range { start, end }: Range<usize>,
+        base: u64,
         in_place: &mut Option<InPlace>,
-        on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>,
-    ) -> Result<(), Error> {
-        let base = self.position - read.len() as u64;
+        on_event: &mut impl FnMut(&Event<'_>) -> Result<Next, Error>,
+    ) -> Result<Next, Error> {
         let line = &read[start..end];
         if line.is_empty() {
             if let Some(InPlace { start, end }) = in_place.take() {
                 let data = &read[start..end];
                 let event = Event { data, is_error: self.is_error, origin: Origin::Line(base + start as u64) };
                 self.is_error = false;
-                return self.check_size(data.len(), event.offset(0)).and_then(|()| {
-                    self.skips_events |= dispatch(&event, on_event)?;
-                    Ok(())
-                });
+                self.check_size(data.len(), event.offset(0))?;
+                let next = dispatch(&event, on_event)?;
+                self.skips_events |= next.skips;
+                return Ok(next);
             }
             return self.dispatch_pending(on_event);
         }
@@ -215,11 +233,11 @@ impl Framer {
             Some(Field::Event(is_error)) => self.is_error = is_error,
             None => {}
         }
-        Ok(())
+        Ok(Next::READ)
     }
 
     /// A line that began in an earlier read is complete.
-    fn carried_line(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<(), Error> {
+    fn carried_line(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<Next, Error>) -> Result<Next, Error> {
         match field(&self.line) {
             Some(Field::Data(skip)) => {
                 let offset = self.line_offset + skip as u64;
@@ -239,15 +257,18 @@ impl Framer {
             None => {}
         }
         self.line.clear();
-        Ok(())
+        Ok(Next::READ)
     }
 
-    fn dispatch_pending(&mut self, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<(), Error> {
-        let skips_events = match self.pending() {
+    fn dispatch_pending(
+        &mut self,
+        on_event: &mut impl FnMut(&Event<'_>) -> Result<Next, Error>,
+    ) -> Result<Next, Error> {
+        let next = match self.pending() {
             Some(event) => dispatch(&event, on_event)?,
-            None => false,
+            None => Next::READ,
         };
-        self.skips_events |= skips_events;
+        self.skips_events |= next.skips;
         self.is_error = false;
         self.lines.clear();
         self.data.clear();
@@ -256,7 +277,7 @@ impl Framer {
             // One of the two buffers is enough for events of this size.
             self.line = std::mem::take(&mut self.data);
         }
-        Ok(())
+        Ok(next)
     }
 
     fn pending(&self) -> Option<Event<'_>> {
@@ -350,9 +371,15 @@ fn field(line: &[u8]) -> Option<Field> {
     }
 }
 
+/// The offset of the next line end. It comes at once behind the last line of an event.
+#[inline]
+fn line_end(rest: &[u8]) -> Option<usize> {
+    if let Some(b'\n' | b'\r') = rest.first() { Some(0) } else { memchr::memchr2(b'\n', b'\r', rest) }
+}
+
 /// Pass an event on, unless its data is blank (a heartbeat).
-fn dispatch(event: &Event<'_>, on_event: &mut impl FnMut(&Event<'_>) -> Result<bool, Error>) -> Result<bool, Error> {
-    if is_blank(event.data) { Ok(false) } else { on_event(event) }
+fn dispatch(event: &Event<'_>, on_event: &mut impl FnMut(&Event<'_>) -> Result<Next, Error>) -> Result<Next, Error> {
+    if is_blank(event.data) { Ok(Next::READ) } else { on_event(event) }
 }
 
 fn is_blank(data: &[u8]) -> bool {

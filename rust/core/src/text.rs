@@ -20,6 +20,16 @@ pub(crate) fn plain_end(data: &[u8], mut at: usize) -> usize {
     at
 }
 
+/// Whether all bytes are ASCII.
+#[inline]
+pub(crate) fn is_ascii(data: &[u8]) -> bool {
+    // The chunks are joined without a branch, and the last one overlaps: events are short.
+    let joined = |chunk: &[u8]| chunk.iter().fold(0, |joined, byte| joined | byte);
+    let Some(last) = data.last_chunk::<64>() else { return data.is_ascii() };
+    let chunks = data.chunks_exact(64).fold(0, |joined_so_far, chunk| joined_so_far | joined(chunk));
+    (chunks | joined(last)) < 0x80
+}
+
 /// The high bit of each quote, backslash or control character. Bits above the lowest one set may be wrong.
 #[inline]
 fn special_bytes(word: u64) -> u64 {

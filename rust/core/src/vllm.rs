@@ -102,9 +102,13 @@ impl Vllm {
         checks::ids(data, fields.choice.token_ids.get(), buffers)?;
         let clamped = checks::logprobs(data, fields, buffers, options, api)?;
         let progress = Progress { kept, new, is_last: reason.is_some() };
-        let side = side::read(data, fields, progress, options, &builder.generation)?;
+        let side = if fields.has_side_data() {
+            Some(side::read(data, fields, progress, options, &builder.generation)?)
+        } else {
+            None
+        };
         let text = fields.choice.text.get().map_or(0, |text| text.span.of(data).len());
-        if !builder.generation.reserve(new) || !builder.text.reserve(text, false) {
+        if !builder.generation.reserve(new, options.max_new_tokens) || !builder.text.reserve(text, false) {
             let message = format!("out of memory for {new} more tokens and {text} bytes of text");
             return Err(EventError::new(ErrorKind::TooLarge, 0, "", message));
         }
@@ -120,7 +124,7 @@ impl Vllm {
         Ok(())
     }
 
-    fn apply(&mut self, data: &[u8], fields: &Fields, side: SideData, builder: &mut GenerationBuilder) {
+    fn apply(&mut self, data: &[u8], fields: &Fields, side: Option<SideData>, builder: &mut GenerationBuilder) {
         let new = self.buffers.ids.len();
         match fields.choice.text.get() {
             Some(raw) => builder.text.append(raw.span.of(data), raw.has_escapes),
@@ -145,7 +149,10 @@ impl Vllm {
         for (meta, members) in builder.meta.iter_mut().zip(&self.buffers.members) {
             meta.update(data, members);
         }
-        side.apply(new, builder);
+        match side {
+            Some(side) => side.apply(new, builder),
+            None => SideData::apply_none(new, builder),
+        }
     }
 }
 

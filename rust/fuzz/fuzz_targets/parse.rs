@@ -17,6 +17,7 @@ fuzz_target!(|input: &[u8]| {
         experts_start: u64::from(shape >> 6),
         clamped: if choice & 64 == 0 { Clamped::Raise } else { Clamped::Keep },
         max_new_tokens: Some(16),
+        token_limit: (shape & 16 != 0).then_some(2),
         max_event_bytes: if choice & 128 == 0 { 1 << 20 } else { 256 },
     };
     let mut parser = Parser::new(dialect, options);

@@ -20,6 +20,7 @@ fuzz_target!(|input: &[u8]| {
     let options = Options {
         logprobs: choice & 8 == 0,
         max_event_bytes: if choice & 16 == 0 { 1 << 20 } else { 300 },
+        token_limit: (choice & 32 != 0).then_some(2),
         ..Options::default()
     };
     let whole = read([body], dialect, options);

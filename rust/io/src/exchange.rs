@@ -29,7 +29,7 @@ use crate::exchange::reply::Reply;
 pub use crate::exchange::request::{Body, Method, Request, RequestError, RequestHead, check_field};
 use crate::exchange::state::Signal;
 pub use crate::exchange::state::State;
-use crate::exchange::stream::{Folded, Stream, StreamEnd, split_after_event};
+use crate::exchange::stream::{Folded, Stream, StreamEnd};
 
 /// After the last event of a stream this much of its body is read.
 const MAX_REST_BYTES: usize = 64 << 10;
@@ -55,6 +55,9 @@ pub struct Exchange {
     max_reply_bytes: usize,
     /// The bytes of the body behind the last event of the stream.
     rest_bytes: usize,
+    /// Whether the last event is an error that the engine reports. Then only the end of the body says that the engine
+    /// works on the request no more.
+    has_engine_error: bool,
 }
 
 impl Exchange {
@@ -77,6 +80,7 @@ impl Exchange {
             reply: Reply::default(),
             max_reply_bytes,
             rest_bytes: 0,
+            has_engine_error: false,
         }
     }
 
@@ -224,22 +228,19 @@ impl Exchange {
         }
     }
 
-    /// The next part of the body of a stream, event by event.
-    fn fold_all(&mut self, mut data: &[u8], events: &mut Vec<Event>) {
-        while !data.is_empty() && !self.state.is_over() {
-            let (part, later) = split_after_event(data);
-            data = later;
-            if self.state == State::Rest {
-                self.fold_rest(part, events);
-            } else {
-                self.fold(part, events);
-            }
+    /// The next part of the body of a stream.
+    fn fold_all(&mut self, data: &[u8], events: &mut Vec<Event>) {
+        let rest = if self.state == State::Rest { data } else { &data[self.fold(data, events)..] };
+        if !rest.is_empty() && !self.state.is_over() {
+            self.fold_rest(rest, events);
         }
     }
 
-    fn fold(&mut self, part: &[u8], events: &mut Vec<Event>) {
-        let Some(stream) = &mut self.stream else { return };
-        let Some(folded) = stream.fold(part) else { return };
+    /// Fold up to the event that ends the stream. Returns the number of bytes folded.
+    fn fold(&mut self, part: &[u8], events: &mut Vec<Event>) -> usize {
+        let Some(stream) = &mut self.stream else { return part.len() };
+        let (taken, folded) = stream.fold(part);
+        let Some(folded) = folded else { return taken };
         match self.report(folded, events) {
             None => {}
             Some(error @ Error::Engine(_)) => {
@@ -247,6 +248,7 @@ impl Exchange {
                 if self.state != State::Rest {
                     self.go(Signal::LastEvent);
                 }
+                self.has_engine_error = true;
                 events.push(Event::DecodeError(error));
             }
             Some(error) => {
@@ -255,13 +257,19 @@ impl Exchange {
                 self.release();
             }
         }
+        taken
     }
 
     fn fold_rest(&mut self, part: &[u8], events: &mut Vec<Event>) {
         let room = MAX_REST_BYTES - self.rest_bytes;
         self.rest_bytes += part.len().min(room);
         self.fold(&part[..part.len().min(room)], events);
-        if part.len() > room && !self.state.is_over() {
+        if part.len() <= room || self.state.is_over() {
+            return;
+        }
+        if self.has_engine_error {
+            self.interrupt(ProtocolError::RestTooLarge(MAX_REST_BYTES).into(), events);
+        } else {
             self.end_body(false, events);
         }
     }
@@ -300,12 +308,17 @@ impl Exchange {
         }
     }
 
-    /// The body broke off.
+    /// The body broke off, or goes on too long.
     fn interrupt(&mut self, failure: Failure, events: &mut Vec<Event>) {
         if let Some(error) = self.close_body(events) {
             self.go(Signal::Fail);
             events.push(Event::Failed { failure, is_unanswered: false });
             events.extend([Event::DecodeError(error), Event::Ended { reusable: false }]);
+            self.release();
+        } else if self.has_engine_error && !self.is_aborted && !self.state.is_over() {
+            self.go(Signal::Fail);
+            events.push(Event::Failed { failure, is_unanswered: false });
+            events.push(Event::Ended { reusable: false });
             self.release();
         } else if !self.state.is_over() {
             self.end(false, events);

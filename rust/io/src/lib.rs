@@ -74,9 +74,9 @@
 //! | head of a reply | 64 KiB, 256 fields | [`Event::Failed`] |
 //! | interim replies (1xx) | 16; 101 none | [`Event::Failed`] |
 //! | chunk extensions, trailers | 16 KiB each | [`Event::Failed`] |
-//! | body behind the last event of a stream | 64 KiB | [`Event::Ended`], not reusable |
+//! | body behind the last event of a stream | 64 KiB | [`Event::Ended`], not reusable; before it [`Event::Failed`] if that event is an error |
 //! | body of a reply that is no stream | 64 KiB, or [`Expected::Body`]'s | [`Event::Refused`], [`Event::Ended`], not reusable |
-//! | tokens of a stream | 256 more than `max_new_tokens` | [`Event::Overrun`], [`Event::Ended`], not reusable |
+//! | tokens of a stream | 256 more than `max_new_tokens`, or [`streamfold_core::Options::token_limit`] | [`Event::Overrun`], [`Event::Ended`], not reusable |
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 
 mod exchange;

@@ -30,7 +30,7 @@ impl Exchange {
     /// Raises ``ValueError`` if a keyword has no valid value.
     #[staticmethod]
     #[pyo3(signature = (head, body, dialect, *, logprobs=true, experts=None, prompt_len=None, experts_start=0,
-                        clamped="raise", max_new_tokens=None, max_event_bytes=1_073_741_824))]
+                        clamped="raise", max_new_tokens=None, token_limit=None, max_event_bytes=1_073_741_824))]
     #[allow(clippy::too_many_arguments, reason = "the contract's keywords")]
     fn stream(
         head: &RequestHead,
@@ -42,6 +42,7 @@ impl Exchange {
         experts_start: i64,
         clamped: &str,
         max_new_tokens: Option<i64>,
+        token_limit: Option<i64>,
         max_event_bytes: i64,
     ) -> PyResult<Self> {
         let StreamOptions { dialect, options, .. } = StreamOptions::new(
@@ -52,6 +53,7 @@ impl Exchange {
             experts_start,
             clamped,
             max_new_tokens,
+            token_limit,
             max_event_bytes,
         )?;
         Ok(Self::new(head, body, Expected::Stream { dialect, options }, options.experts))

@@ -23,6 +23,7 @@ impl StreamOptions {
         experts_start: i64,
         clamped: &str,
         max_new_tokens: Option<i64>,
+        token_limit: Option<i64>,
         max_event_bytes: i64,
     ) -> PyResult<Self> {
         let Some((name, dialect)) = Dialect::ALL.into_iter().find(|(name, _)| *name == dialect) else {
@@ -41,6 +42,7 @@ impl StreamOptions {
             experts_start: natural("experts_start", experts_start)?,
             clamped,
             max_new_tokens: max_new_tokens.map(|count| natural("max_new_tokens", count)).transpose()?,
+            token_limit: token_limit.map(|count| natural("token_limit", count)).transpose()?,
             max_event_bytes: natural("max_event_bytes", max_event_bytes)?,
         };
         Ok(Self { name, dialect, options })

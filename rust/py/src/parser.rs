@@ -18,7 +18,9 @@ use crate::options::StreamOptions;
 /// - ``experts_start``: the position of the first row of routed experts.
 /// - ``clamped``: what to do with the engine's substitute for a logprob of minus infinity: ``"raise"`` a
 ///   ``DecodeError``, or ``"keep"`` and count it.
-/// - ``max_new_tokens``: the number of tokens to reserve memory for. It is not a limit.
+/// - ``max_new_tokens``: the number of tokens to reserve memory for when the first ones arrive. It is not a limit.
+/// - ``token_limit``: the event with which the stream has more tokens than this is its last: its tokens are kept, the
+///   finish reason is ``"length"``, and later events are skipped.
 /// - ``max_event_bytes``: an event with more bytes is a ``DecodeError``.
 ///
 /// Events are applied atomically. After an error, :meth:`feed` and :meth:`close` raise it again, and :meth:`take`
@@ -38,7 +40,7 @@ pub(crate) struct Parser {
 impl Parser {
     #[new]
     #[pyo3(signature = (dialect, *, logprobs=true, experts=None, prompt_len=None, experts_start=0, clamped="raise",
-                        max_new_tokens=None, max_event_bytes=1_073_741_824))]
+                        max_new_tokens=None, token_limit=None, max_event_bytes=1_073_741_824))]
     #[allow(clippy::too_many_arguments, reason = "the contract's keywords")]
     fn new(
         dialect: &str,
@@ -48,6 +50,7 @@ impl Parser {
         experts_start: i64,
         clamped: &str,
         max_new_tokens: Option<i64>,
+        token_limit: Option<i64>,
         max_event_bytes: i64,
     ) -> PyResult<Self> {
         let StreamOptions { name, dialect, options } = StreamOptions::new(
@@ -58,6 +61,7 @@ impl Parser {
             experts_start,
             clamped,
             max_new_tokens,
+            token_limit,
             max_event_bytes,
         )?;
         let inner = streamfold_core::Parser::new(dialect, options);
@@ -116,10 +120,18 @@ impl Parser {
         self.inner.token_count()
     }
 
-    /// Whether the terminal event, the one with a finish reason, was received. vLLM sends the usage after it.
+    /// Whether the generation has its finish reason, from the terminal event or because of ``token_limit``.
+    ///
+    /// vLLM sends the usage after the terminal event.
     #[getter]
     fn finished(&self) -> bool {
         self.inner.finished()
+    }
+
+    /// Whether the generation ended because it went past ``token_limit``. The engine does not know that.
+    #[getter]
+    fn overrun(&self) -> bool {
+        self.inner.overrun()
     }
 
     /// Whether ``[DONE]`` was received.

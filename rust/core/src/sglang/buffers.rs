@@ -75,16 +75,16 @@ impl<'a> Elements<'a> {
     }
 
     fn len(self) -> usize {
-        self.list.map_or(0, |list| list.len)
+        self.list.map_or(0, |list| list.len())
     }
 
     fn id(self, index: usize) -> Option<i32> {
-        let known = self.list?.known;
+        let known = self.list?.known();
         if index < known { self.kept.token_ids.get(index) } else { self.buffers.ids.get(index - known) }.copied()
     }
 
     fn logprob(self, index: usize) -> Option<f64> {
-        let known = self.list?.known;
+        let known = self.list?.known();
         let kept = self.kept.logprobs.as_ref()?;
         if index < known { kept.get(index) } else { self.buffers.logprobs.get(index - known) }.copied()
     }
@@ -92,7 +92,7 @@ impl<'a> Elements<'a> {
     /// The first kept token that differs from its element, where elements from `start` on repeat the kept tokens.
     pub(super) fn first_change(self, start: usize) -> Option<usize> {
         let kept = self.kept;
-        if start == 0 && self.list.is_some_and(|list| list.known == kept.token_ids.len()) {
+        if start == 0 && self.list.is_some_and(|list| list.known() == kept.token_ids.len()) {
             return None;
         }
         (0..kept.token_ids.len()).find(|&index| {
@@ -123,7 +123,7 @@ fn is_none(logprob: Option<f64>) -> bool {
 impl EventBuffers {
     /// Make sure that the elements from `first` on are in the buffers. Returns the index of `first` there.
     pub(super) fn buffer_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
-        let known = list.map_or(0, |list| list.known);
+        let known = list.map_or(0, |list| list.known());
         if first >= known {
             return first - known;
         }
@@ -137,16 +137,16 @@ impl EventBuffers {
 
     /// The first index at which the ids of the pairs differ from `output_ids`.
     pub(super) fn first_mismatch(&self, data: &[u8], pairs: List, ids: List, kept: &Generation) -> Option<usize> {
-        if pairs.known == ids.known && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
+        if pairs.known() == ids.known() && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
             return None;
         }
         let from = |known: usize, new: &'_ [i32], index: usize| {
             if index < known { kept.token_ids.get(index) } else { new.get(index - known) }.copied()
         };
-        (0..pairs.len.min(ids.len)).find(|&index| {
-            let pair = from(pairs.known, &self.ids, index);
+        (0..pairs.len().min(ids.len())).find(|&index| {
+            let pair = from(pairs.known(), &self.ids, index);
             // Elements that are not token ids are all NO_TOKEN here, so their bytes are compared.
-            pair != from(ids.known, &self.output_ids, index)
+            pair != from(ids.known(), &self.output_ids, index)
                 || (pair == Some(NO_TOKEN) && !is_same_number(data, pairs, ids, index))
         })
     }
@@ -159,7 +159,7 @@ fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
         cursor.at = at;
         cursor.skip_value(4).map_or(&[][..], |span| span.of(data))
     };
-    let (pair, id) = (literal(pair_at(data, pairs, index, 1)), literal(element_at(data, ids.start, index)));
+    let (pair, id) = (literal(pair_at(data, pairs, index, 1)), literal(element_at(data, ids.start(), index)));
     let value = |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<f64>().ok());
     pair == id || value(pair).is_some_and(|pair| value(id).is_some_and(|id| pair.total_cmp(&id).is_eq()))
 }
@@ -167,7 +167,7 @@ fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
 /// The offset of a member of a pair.
 pub(super) fn pair_at(data: &[u8], list: List, index: usize, member: usize) -> usize {
     let mut cursor = Cursor::new(data);
-    cursor.at = element_at(data, list.start, index);
+    cursor.at = element_at(data, list.start(), index);
     let pair = cursor.at;
     if !cursor.next_array() {
         return pair;

@@ -76,7 +76,7 @@ pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
     cached_tokens.check_type(MetaKey::CachedTokens.path())?;
     weight_version.check_type(MetaKey::WeightVersion.path())?;
     routed_experts.check_type(MetaKey::RoutedExperts.path())?;
-    if let Some((index, at)) = pairs.get().and_then(|pairs| pairs.malformed) {
+    if let Some((index, at)) = pairs.get().and_then(|pairs| pairs.malformed()) {
         let path = format!("{PAIRS}[{index}]");
         return Err(EventError::new(ErrorKind::Schema, at, path, "expected [logprob, token id, text]"));
     }
@@ -91,12 +91,12 @@ pub(super) fn ids_beside_pairs(
     kept: &Generation,
 ) -> Result<(), EventError> {
     let (Some(pairs), Some(ids)) = (fields.meta.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
-    if pairs.len != ids.len {
-        let message = format!("{} ids but {} pairs: one of the lists is incomplete", ids.len, pairs.len);
+    if pairs.len() != ids.len() {
+        let message = format!("{} ids but {} pairs: one of the lists is incomplete", ids.len(), pairs.len());
         return Err(EventError::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
     }
     let Some(index) = buffers.first_mismatch(data, pairs, ids, kept) else { return Ok(()) };
-    let at = element_at(data, ids.start, index);
+    let at = element_at(data, ids.start(), index);
     let pair = excerpt(data, pair_at(data, pairs, index, 1));
     let message = format!("{} in output_ids, but {pair} in the pair: the ids of one event differ", excerpt(data, at));
     Err(EventError::new(ErrorKind::Mismatch, at, format!("{IDS}[{index}]"), message))
@@ -124,7 +124,7 @@ pub(super) fn prefix(
         kept.token_ids.len()
     );
     let index = start + index;
-    Err(EventError::new(ErrorKind::Prefix, element_at(data, list.start, index), format!("{path}[{index}]"), message))
+    Err(EventError::new(ErrorKind::Prefix, element_at(data, list.start(), index), format!("{path}[{index}]"), message))
 }
 
 /// The new ids, in the buffers from `start` on.
@@ -141,7 +141,7 @@ pub(super) fn ids(
         if buffers.has_pairs {
             (pair_at(data, list, index, 1), format!("{PAIRS}[{index}][1]"))
         } else {
-            (element_at(data, list.start, index), format!("{IDS}[{index}]"))
+            (element_at(data, list.start(), index), format!("{IDS}[{index}]"))
         }
     })
 }

@@ -52,7 +52,7 @@ impl Counts<'_> {
     }
 
     fn len(&self) -> usize {
-        self.list.get().map_or(0, |list| list.len)
+        self.list.get().map_or(0, |list| list.len())
     }
 
     fn delta(&self) -> Step {

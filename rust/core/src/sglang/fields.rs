@@ -49,3 +49,13 @@ pub(super) struct MetaFields {
     pub top_p_kept_offsets: Field<Span>,
     pub sampling_mask: Field<Span>,
 }
+
+impl MetaFields {
+    /// Whether there is a value for `side.rs` to read.
+    pub(super) fn has_side_data(&self) -> bool {
+        let Self { weight_versions, routed_experts, routed_experts_dtype, .. } = self;
+        let Self { top_p_ids, top_p_offsets, top_p_kept_ids, top_p_kept_offsets, sampling_mask, .. } = self;
+        let values = [weight_versions, top_p_ids, top_p_offsets, top_p_kept_ids, top_p_kept_offsets, sampling_mask];
+        values.iter().any(|field| field.has_value()) || routed_experts.has_value() || routed_experts_dtype.has_value()
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! To read another key: add it here, give it a field in `fields.rs`, then follow the compiler.
 
-use crate::key_cache::keys;
+use crate::key_table::keys;
 
 keys! {
     /// The keys at the top of an event.
@@ -23,13 +23,13 @@ keys! {
     Meta(MetaKey) at "meta_info." {
         Id = "id": RepeatedMeta,
         FinishReason = "finish_reason": RepeatedMeta,
-        PromptTokens = "prompt_tokens": Field,
+        PromptTokens = "prompt_tokens": NeededField,
         CompletionTokens = "completion_tokens": Meta,
         CachedTokens = "cached_tokens": RepeatedField,
         /// The pairs of logprob and token id. If logprobs were not requested, it is `Meta` and not parsed.
         Pairs = "output_token_logprobs": Field,
         Length = "output_token_logprobs_length": Meta,
-        WeightVersion = "weight_version": RepeatedMeta,
+        WeightVersion = "weight_version": NeededMeta,
         WeightVersions = "weight_versions": Meta,
         RoutedExperts = "routed_experts": Field,
         RoutedExpertsDtype = "routed_experts_dtype": Meta,

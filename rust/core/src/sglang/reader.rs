@@ -4,7 +4,7 @@ use crate::arrays::{NO_TOKEN, next_token, next_tokens};
 use crate::field::{Field, List, Value};
 use crate::generation::FinishReason;
 use crate::json::{Cursor, NotJson, Peek, Result};
-use crate::key_cache::{LevelKey, Use};
+use crate::key_table::{LevelKey, Use};
 use crate::meta::{Member, Members};
 use crate::sglang::buffers::{EventBuffers, Level};
 use crate::sglang::fields::{Fields, Finish, MetaFields};
@@ -47,7 +47,7 @@ impl Reader<'_> {
 
     fn event(&mut self) -> Result<()> {
         let mut is_first = true;
-        while let Some(key) = self.next_key::<EventKey>(is_first)? {
+        while let Some(key) = self.next_key::<EventKey>(is_first, |_, _, _, _| {})? {
             is_first = false;
             if key.usage().repeats() && self.next_same_value() {
                 continue;
@@ -86,7 +86,7 @@ impl Reader<'_> {
             return Ok(());
         }
         let mut is_first = true;
-        while let Some(key) = self.next_key::<MetaKey>(is_first)? {
+        while let Some(key) = self.next_key::<MetaKey>(is_first, repeat)? {
             is_first = false;
             let usage = match key {
                 // Logprobs were not requested: the key is treated like an unknown one.
@@ -95,9 +95,9 @@ impl Reader<'_> {
             };
             let from = self.cursor.at;
             if usage.repeats() && self.next_same_value() {
-                // The value was checked and applied with the last event. A version also applies to the new tokens.
-                if key == MetaKey::WeightVersion {
-                    self.fields.meta.weight_version = Field::new(from, Value::Is(Span::new(from, self.cursor.at)));
+                // The value was checked and applied with the last event.
+                if usage.is_needed() {
+                    repeat(key, self.data, Span::new(from, self.cursor.at), self.fields);
                 }
                 continue;
             }
@@ -134,8 +134,14 @@ impl Reader<'_> {
     }
 
     #[inline]
-    fn next_key<L: LevelKey<Key = Key>>(&mut self, is_first: bool) -> Result<Option<L>> {
-        self.buffers.key_cache.next_key(&mut self.cursor, self.data, is_first)
+    fn next_key<L: LevelKey<Key = Key>>(
+        &mut self,
+        is_first: bool,
+        repeat: impl Fn(L, &[u8], Span, &mut Fields),
+    ) -> Result<Option<L>> {
+        let Self { data, cursor, buffers, fields } = self;
+        let on_needed = |key, value| repeat(key, data, value, fields);
+        buffers.key_cache.next_key(cursor, data, is_first, on_needed)
     }
 
     /// Keep the value just taken, which begins at `from`: for `Generation.meta`, and to skip it if it is repeated.
@@ -149,12 +155,23 @@ impl Reader<'_> {
         let EventBuffers { key_cache, members, .. } = &mut **buffers;
         let value = cursor.value_since(from);
         if usage.repeats() {
-            key_cache.keep_value(value.of(data));
+            key_cache.keep_value(usage.repeated(value.of(data)));
         }
         if usage.is_meta() {
             let member = Member { key: key_cache.name(from), value };
             members[level as usize].push(data, member, || key_cache.may_be_duplicate());
         }
+    }
+}
+
+/// Take a value of `meta_info` that repeats the last one, and that every event needs: a version is that of the new
+/// tokens, and whether the prompt's tokens are counted tells where an abort was written.
+#[inline]
+fn repeat(key: MetaKey, data: &[u8], value: Span, Fields { meta, .. }: &mut Fields) {
+    match key {
+        MetaKey::PromptTokens => meta.prompt_tokens = Cursor::at(data, value).next_count(2).unwrap_or_default(),
+        MetaKey::WeightVersion => meta.weight_version = Field::repeated_label(data, value),
+        _ => {}
     }
 }
 
@@ -180,51 +197,46 @@ fn next_finish(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Field<Finish>> {
 
 fn next_output_ids(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Field<List>> {
     let ids = if buffers.has_pairs { &mut buffers.output_ids } else { &mut buffers.ids };
+    ids.clear();
     cursor.next_list(1, |cursor, list| {
-        ids.clear();
-        if list.len == 0 {
-            return Ok(());
-        }
-        if let Some((known, end)) = buffers.ids_prefix.matches(data, list.start) {
-            (list.known, list.end) = (known, end);
+        let mut known = 0;
+        if let Some((count, end)) = buffers.ids_prefix.matches(data, list.start()) {
+            list.set(count, count, end);
             cursor.at = end;
             if !cursor.next_element()? {
-                list.len = known;
                 return Ok(());
             }
+            known = count;
         }
-        list.end = next_tokens(cursor, 2, ids)?;
-        list.len = list.known + ids.len();
+        let end = next_tokens(cursor, 2, ids)?;
+        list.set(known + ids.len(), known, end);
         Ok(())
     })
 }
 
 fn next_pairs(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Field<List>> {
+    buffers.ids.clear();
+    buffers.logprobs.clear();
     cursor.next_list(2, |cursor, list| {
-        buffers.ids.clear();
-        buffers.logprobs.clear();
-        if list.len == 0 {
-            return Ok(());
-        }
-        if let Some((known, end)) = buffers.pairs_prefix.matches(data, list.start) {
-            (list.known, list.end) = (known, end);
+        let mut known = 0;
+        if let Some((count, end)) = buffers.pairs_prefix.matches(data, list.start()) {
+            list.set(count, count, end);
             cursor.at = end;
             if !cursor.next_element()? {
-                list.len = known;
                 return Ok(());
             }
+            known = count;
         }
         loop {
             if let Some(at) = pair(cursor, data, buffers)? {
-                list.malformed = list.malformed.or(Some((list.known + buffers.ids.len() - 1, at)));
+                list.mark_malformed(known + buffers.ids.len() - 1, at);
             }
-            list.end = cursor.at;
+            let end = cursor.at;
             if !cursor.next_element()? {
-                break;
+                list.set(known + buffers.ids.len(), known, end);
+                return Ok(());
             }
         }
-        list.len = list.known + buffers.ids.len();
-        Ok(())
     })
 }
 

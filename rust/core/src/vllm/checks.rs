@@ -104,8 +104,8 @@ pub(super) fn types(data: &[u8], fields: &Fields, api: Api) -> Result<(), EventE
     prompt_tokens.check_type(PROMPT)?;
     details.check_type(UsageKey::PromptTokensDetails.path())?;
     cached_tokens.check_type("usage.prompt_tokens_details.cached_tokens")?;
-    match logprobs.list.get().and_then(|list| Some((list, list.malformed?))) {
-        Some((list, (index, at))) if api == Api::Generate && element_at(data, list.start, index) == at => {
+    match logprobs.list.get().and_then(|list| Some((list, list.malformed()?))) {
+        Some((list, (index, at))) if api == Api::Generate && element_at(data, list.start(), index) == at => {
             let path = format!("{}[{index}]", api.list_path());
             Err(EventError::new(ErrorKind::Schema, at, path, "expected an object with a logprob"))
         }
@@ -121,14 +121,15 @@ pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api
     let choice = &fields.choice;
     let (at, list) = (choice.object.at(), choice.logprobs.list.get());
     let Some(ids) = choice.token_ids.get() else {
-        if list.is_some_and(|list| list.len > 0) || choice.text.get().is_some_and(|text| !text.span.of(data).is_empty())
+        if list.is_some_and(|list| list.len() > 0)
+            || choice.text.get().is_some_and(|text| !text.span.of(data).is_empty())
         {
             return Err(schema(at, IDS, "missing, although the event has text or logprobs; request return_token_ids"));
         }
         return Ok(());
     };
-    if options.logprobs && ids.len > 0 && list.is_none() {
-        let message = format!("missing beside {} token ids, although logprobs were requested", ids.len);
+    if options.logprobs && ids.len() > 0 && list.is_none() {
+        let message = format!("missing beside {} token ids, although logprobs were requested", ids.len());
         return Err(schema(at, api.list_path(), message));
     }
     Ok(())
@@ -138,7 +139,7 @@ pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api
 pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), EventError> {
     let logprobs = &fields.choice.logprobs;
     for (list, path) in [(&logprobs.list, api.list_path()), (&logprobs.tokens, TOKENS)] {
-        if let Some(len) = list.get().map(|list| list.len).filter(|&len| len != new) {
+        if let Some(len) = list.get().map(|list| list.len()).filter(|&len| len != new) {
             let message = format!("{len} elements beside {new} token ids: one of the lists is incomplete");
             return Err(EventError::new(ErrorKind::Length, list.at(), path, message));
         }
@@ -159,7 +160,7 @@ pub(super) fn mismatch(data: &[u8], fields: &Fields, buffers: &EventBuffers, api
     // In text mode these are texts, which may look like ids.
     let ids = fields.choice.token_ids.get().filter(|_| !fields.is_text_mode(data));
     let (Some(ids), Some(index)) = (ids, buffers.first_mismatch()) else { return Ok(()) };
-    let at = element_at(data, ids.start, index);
+    let at = element_at(data, ids.start(), index);
     let (id, named) = (excerpt(data, at), buffers.named_ids[index]);
     let named = if named < 0 { "no token id".to_owned() } else { named.to_string() };
     let message = format!("{id}, but {named} in {}[{index}]: the ids of one event differ", api.list_path());
@@ -169,7 +170,7 @@ pub(super) fn mismatch(data: &[u8], fields: &Fields, buffers: &EventBuffers, api
 /// The new ids.
 pub(super) fn ids(data: &[u8], list: Option<List>, buffers: &EventBuffers) -> Result<(), EventError> {
     let Some(list) = list else { return Ok(()) };
-    checks::ids(data, &buffers.ids, |index| (element_at(data, list.start, index), format!("{IDS}[{index}]")))
+    checks::ids(data, &buffers.ids, |index| (element_at(data, list.start(), index), format!("{IDS}[{index}]")))
 }
 
 /// The new logprobs. Returns how many are the substitute for minus infinity, if those are kept.
@@ -182,7 +183,7 @@ pub(super) fn logprobs(
 ) -> Result<usize, EventError> {
     let Some(list) = fields.choice.logprobs.list.get() else { return Ok(0) };
     checks::logprobs(data, &buffers.logprobs, options.clamped, |index| {
-        let element = element_at(data, list.start, index);
+        let element = element_at(data, list.start(), index);
         let at = if api == Api::Generate { logprob_at(data, element) } else { element };
         (at, api.logprob_path(index))
     })

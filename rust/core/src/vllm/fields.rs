@@ -85,6 +85,13 @@ impl Fields {
         self.choice.versions.weight_version.get().or(self.versions.weight_version.get())
     }
 
+    /// Whether there is a value for `side.rs` to read.
+    pub(super) fn has_side_data(&self) -> bool {
+        let Choice { routed_experts, sampling_mask, versions, .. } = &self.choice;
+        let values = [sampling_mask, &versions.weight_versions, &self.versions.weight_versions];
+        routed_experts.has_value() || values.iter().any(|field| field.has_value())
+    }
+
     /// The spans of weight versions and their path.
     pub(super) fn weight_versions(&self) -> Option<(Span, &'static str)> {
         let (inner, outer) = (&self.choice.versions.weight_versions, &self.versions.weight_versions);

@@ -2,7 +2,7 @@
 //!
 //! To read another key: add it here, give it a field in `fields.rs`, then follow the compiler.
 
-use crate::key_cache::keys;
+use crate::key_table::keys;
 
 keys! {
     /// The keys at the top of an event.
@@ -11,7 +11,7 @@ keys! {
         RequestId = "request_id": RepeatedMeta,
         /// The request's id in completions; otherwise it is read as `Other`.
         Id = "id": RepeatedMeta,
-        OutputMode = "output_mode": Meta,
+        OutputMode = "output_mode": NeededMeta,
         Choices = "choices": Field,
         /// In `/inference/v1/generate`; in completions it is skipped.
         PromptTokenIds = "prompt_token_ids": Field,
@@ -21,8 +21,8 @@ keys! {
         Message = "message": Meta,
         Detail = "detail": Meta,
         Code = "code": Meta,
-        WeightVersion = "weight_version": RepeatedMeta,
-        WeightVersions = "weight_versions": Field,
+        WeightVersion = "weight_version": NeededMeta,
+        WeightVersions = "weight_versions": NullField,
     }
 
     /// The keys of the first choice.
@@ -35,15 +35,15 @@ keys! {
         PromptTokenIds = "prompt_token_ids": Field,
         Logprobs = "logprobs": Field,
         Text = "text": Field,
-        RoutedExperts = "routed_experts": Field,
-        SamplingMask = "sampling_mask": Field,
-        WeightVersion = "weight_version": RepeatedMeta,
-        WeightVersions = "weight_versions": Field,
+        RoutedExperts = "routed_experts": NullField,
+        SamplingMask = "sampling_mask": NullField,
+        WeightVersion = "weight_version": NeededMeta,
+        WeightVersions = "weight_versions": NullField,
     }
 
     /// The keys of `usage`.
     Usage(UsageKey) at "usage." {
-        PromptTokens = "prompt_tokens": Field,
+        PromptTokens = "prompt_tokens": NeededField,
         CompletionTokens = "completion_tokens": Meta,
         PromptTokensDetails = "prompt_tokens_details": RepeatedMeta,
     }

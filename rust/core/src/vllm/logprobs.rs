@@ -44,17 +44,18 @@ fn next_elements(
     mut take: impl FnMut(&mut Cursor<'_>, &mut EventBuffers) -> Result<Option<usize>>,
 ) -> Result<Field<List>> {
     cursor.next_list(4, |cursor, list| {
-        let mut more = list.len > 0;
-        list.len = 0;
-        while more {
+        let mut len = 0;
+        loop {
             if let Some(at) = take(cursor, buffers)? {
-                list.malformed = list.malformed.or(Some((list.len, at)));
+                list.mark_malformed(len, at);
             }
-            list.len += 1;
-            list.end = cursor.at;
-            more = cursor.next_element()?;
+            len += 1;
+            let end = cursor.at;
+            if !cursor.next_element()? {
+                list.set(len, 0, end);
+                return Ok(());
+            }
         }
-        Ok(())
     })
 }
 

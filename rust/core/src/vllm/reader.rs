@@ -3,7 +3,7 @@
 use crate::arrays::next_tokens;
 use crate::field::{Field, List, Value};
 use crate::json::{Cursor, NotJson, Peek, Result};
-use crate::key_cache::{LevelKey, Use};
+use crate::key_table::{LevelKey, Use};
 use crate::meta::Member;
 use crate::span::Span;
 use crate::text::name;
@@ -49,7 +49,7 @@ impl Reader<'_> {
 
     fn event(&mut self) -> Result<()> {
         let mut is_first = true;
-        while let Some(key) = self.next_key::<EventKey>(is_first)? {
+        while let Some(key) = self.next_key::<EventKey>(is_first, repeat)? {
             is_first = false;
             let key = match (key, self.api) {
                 (EventKey::RequestId, Api::Completions) | (EventKey::Id, Api::Generate) => EventKey::Other,
@@ -57,9 +57,9 @@ impl Reader<'_> {
             };
             let from = self.cursor.at;
             if key.usage().repeats() && self.next_same_value() {
-                // The value was checked and applied with the last event. A version also applies to the new tokens.
-                if key == EventKey::WeightVersion {
-                    self.fields.versions.weight_version = self.label_since(from);
+                // The value was checked and applied with the last event.
+                if key.usage().is_needed() {
+                    repeat(key, self.data, Span::new(from, self.cursor.at), self.fields);
                 }
                 continue;
             }
@@ -122,13 +122,13 @@ impl Reader<'_> {
             return Ok(());
         }
         let mut is_first = true;
-        while let Some(key) = self.next_key::<ChoiceKey>(is_first)? {
+        while let Some(key) = self.next_key::<ChoiceKey>(is_first, repeat_choice)? {
             is_first = false;
             let from = self.cursor.at;
             if key.usage().repeats() && self.next_same_value() {
                 // As above. A finish reason ends the stream, so a repeated one is null.
-                if key == ChoiceKey::WeightVersion {
-                    self.fields.choice.versions.weight_version = self.label_since(from);
+                if key.usage().is_needed() {
+                    repeat_choice(key, self.data, Span::new(from, self.cursor.at), self.fields);
                 }
                 continue;
             }
@@ -190,12 +190,15 @@ impl Reader<'_> {
             return Ok(());
         }
         let mut is_first = true;
-        while let Some(key) = self.next_key::<UsageKey>(is_first)? {
+        while let Some(key) = self.next_key::<UsageKey>(is_first, repeat_usage)? {
             is_first = false;
+            let from = self.cursor.at;
             if key.usage().repeats() && self.next_same_value() {
+                if key.usage().is_needed() {
+                    repeat_usage(key, self.data, Span::new(from, self.cursor.at), self.fields);
+                }
                 continue;
             }
-            let from = self.cursor.at;
             let Self { cursor, fields: Fields { usage, .. }, .. } = self;
             match key {
                 UsageKey::PromptTokens => usage.prompt_tokens = cursor.next_count(2)?,
@@ -213,18 +216,19 @@ impl Reader<'_> {
     }
 
     #[inline]
-    fn next_key<L: LevelKey<Key = Key>>(&mut self, is_first: bool) -> Result<Option<L>> {
-        self.buffers.key_cache.next_key(&mut self.cursor, self.data, is_first)
+    fn next_key<L: LevelKey<Key = Key>>(
+        &mut self,
+        is_first: bool,
+        repeat: impl Fn(L, &[u8], Span, &mut Fields),
+    ) -> Result<Option<L>> {
+        let Self { data, cursor, buffers, fields, .. } = self;
+        let on_needed = |key, value| repeat(key, data, value, fields);
+        buffers.key_cache.next_key(cursor, data, is_first, on_needed)
     }
 
     #[inline]
     fn next_same_value(&mut self) -> bool {
         self.buffers.key_cache.next_same_value(&mut self.cursor, self.data)
-    }
-
-    /// A label that was taken because it repeats the last one.
-    fn label_since(&self, from: usize) -> Field<Span> {
-        Field::new(from, Value::Is(Span::new(from, self.cursor.at)))
     }
 
     /// Keep the value just taken, which begins at `from`: for `Generation.meta`, and to skip it if it is repeated.
@@ -238,7 +242,7 @@ impl Reader<'_> {
         let EventBuffers { key_cache, members, .. } = &mut **buffers;
         let value = cursor.value_since(from);
         if usage.repeats() {
-            key_cache.keep_value(value.of(data));
+            key_cache.keep_value(usage.repeated(value.of(data)));
         }
         if usage.is_meta() {
             let member = Member { key: key_cache.name(from), value };
@@ -247,14 +251,38 @@ impl Reader<'_> {
     }
 }
 
+/// Take a value at the top that repeats the last one, and that every event needs.
+#[inline]
+fn repeat(key: EventKey, data: &[u8], value: Span, fields: &mut Fields) {
+    match key {
+        EventKey::OutputMode => fields.output_mode = Cursor::at(data, value).next_string_field(1).unwrap_or_default(),
+        EventKey::WeightVersion => fields.versions.weight_version = Field::repeated_label(data, value),
+        _ => {}
+    }
+}
+
+/// As [`repeat`], of the choice.
+#[inline]
+fn repeat_choice(key: ChoiceKey, data: &[u8], value: Span, Fields { choice, .. }: &mut Fields) {
+    if key == ChoiceKey::WeightVersion {
+        choice.versions.weight_version = Field::repeated_label(data, value);
+    }
+}
+
+/// As [`repeat`], of the usage.
+#[inline]
+fn repeat_usage(key: UsageKey, data: &[u8], value: Span, Fields { usage, .. }: &mut Fields) {
+    if key == UsageKey::PromptTokens {
+        usage.prompt_tokens = Cursor::at(data, value).next_count(2).unwrap_or_default();
+    }
+}
+
 fn next_ids(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
     let ids = &mut buffers.ids;
     ids.clear();
     cursor.next_list(3, |cursor, list| {
-        if list.len > 0 {
-            list.end = next_tokens(cursor, 4, ids)?;
-            list.len = ids.len();
-        }
+        let end = next_tokens(cursor, 4, ids)?;
+        list.set(ids.len(), 0, end);
         Ok(())
     })
 }

@@ -3,7 +3,7 @@
 use streamfold_core::{Dialect, Error, Generation, Options, Parser};
 
 /// The generation, the error, and the counters.
-pub type Outcome = (Generation, Option<Error>, usize, bool, bool);
+pub type Outcome = (Generation, Option<Error>, usize, [bool; 3]);
 
 /// Parse a stream given in parts.
 pub fn read<'a>(parts: impl IntoIterator<Item = &'a [u8]>, dialect: Dialect, options: Options) -> Outcome {
@@ -16,6 +16,6 @@ pub fn read<'a>(parts: impl IntoIterator<Item = &'a [u8]>, dialect: Dialect, opt
         }
     }
     let error = error.or_else(|| parser.close(false).err());
-    let counters = (parser.token_count(), parser.finished(), parser.done());
-    (parser.take(), error, counters.0, counters.1, counters.2)
+    let (count, flags) = (parser.token_count(), [parser.finished(), parser.overrun(), parser.done()]);
+    (parser.take(), error, count, flags)
 }

@@ -9,7 +9,7 @@ mod vllm;
 
 use common::read;
 use proptest::prelude::*;
-use streamfold_core::{Error, Parser};
+use streamfold_core::{Error, ErrorKind, Parser};
 use streams::{damaged_streams, options, split, streams};
 
 proptest! {
@@ -30,6 +30,32 @@ proptest! {
     #[test]
     fn byte_by_byte_gives_the_same((dialect, body) in damaged_streams(), options in options()) {
         prop_assert_eq!(read([&body[..]], dialect, options), read(body.chunks(1), dialect, options));
+    }
+
+    #[test]
+    fn a_pause_is_behind_the_event_that_ends_the_generation(
+        (dialect, body) in damaged_streams(), options in options(), places in prop::collection::vec(any::<usize>(), 0..4),
+    ) {
+        let mut slow = Parser::new(dialect, options);
+        let end = body.iter().position(|byte| slow.feed(&[*byte]).is_err() || slow.finished());
+        let end = end.map_or(body.len(), |last| last + 1);
+        let mut parser = Parser::new(dialect, options);
+        let mut taken = 0;
+        for part in split(&body, &places) {
+            let (count, result) = parser.feed_until_finished(part);
+            taken += count;
+            if count < part.len() || result.is_err() || parser.finished() {
+                break;
+            }
+        }
+        // An event that is too large is found out before its end: the rest of the read is then not taken either way.
+        prop_assume!(!matches!(parser.feed(b""), Err(Error::Parse(ref error)) if error.kind == ErrorKind::TooLarge));
+        prop_assert_eq!(taken, end);
+        let rest = parser.feed_until_finished(&body[end..]);
+        prop_assert!(rest == (body.len() - end, Ok(())) || rest.1.is_err());
+        let error = rest.1.err().or_else(|| parser.close(false).err());
+        let whole = read([&body[..]], dialect, options);
+        prop_assert_eq!((parser.token_count(), error, parser.take()), (whole.2, whole.1, whole.0));
     }
 
     #[test]

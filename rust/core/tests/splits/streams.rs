@@ -22,8 +22,9 @@ pub fn split<'a>(body: &'a [u8], places: &[usize]) -> Vec<&'a [u8]> {
 pub fn options() -> impl Strategy<Value = Options> {
     let dtypes = prop_oneof![Just(Dtype::Int32), Just(Dtype::Uint8), Just(Dtype::Uint16)];
     let experts = prop::option::of((1..3_usize, 1..3_usize, prop::option::of(1..9_u32), dtypes));
-    (any::<bool>(), experts, prop::option::of(0..5_u64), any::<bool>(), prop_oneof![Just(1 << 30), 20..400_usize])
-        .prop_map(|(logprobs, experts, prompt_len, keep, max_event_bytes)| Options {
+    let limits = (prop::option::weighted(0.3, 0..6_usize), prop_oneof![Just(1 << 30), 20..400_usize]);
+    (any::<bool>(), experts, prop::option::of(0..5_u64), any::<bool>(), limits).prop_map(
+        |(logprobs, experts, prompt_len, keep, (token_limit, max_event_bytes))| Options {
             logprobs,
             experts: experts.map(|(num_layers, top_k, num_experts, dtype)| Experts {
                 num_layers,
@@ -35,8 +36,10 @@ pub fn options() -> impl Strategy<Value = Options> {
             experts_start: 0,
             clamped: if keep { Clamped::Keep } else { Clamped::Raise },
             max_new_tokens: Some(8),
+            token_limit,
             max_event_bytes,
-        })
+        },
+    )
 }
 
 /// A stream and the dialect to parse it as, in some cases the wrong one.

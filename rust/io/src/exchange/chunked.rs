@@ -9,6 +9,8 @@ pub(crate) const MAX_EXTENSION_BYTES: usize = 16 << 10;
 pub(crate) const MAX_TRAILER_BYTES: usize = 16 << 10;
 /// The most digits of a chunk size.
 const MAX_DIGITS: u8 = 16;
+/// The most digits of a chunk size that is read in one step.
+const MAX_PLAIN_DIGITS: usize = 8;
 
 /// Reads a chunked body. Extensions and trailers are dropped. Lines end in CRLF, and nothing else.
 #[derive(Default)]
@@ -49,6 +51,7 @@ impl Chunked {
     /// Take the next part of the body off the front of `input`. Not to be called again after [`Part::End`].
     pub(crate) fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Part<'a>, ProtocolError> {
         loop {
+            self.skip_plain_header(input);
             if let Place::Data = self.place {
                 let part = take(input, &mut self.left);
                 if self.left == 0 {
@@ -62,6 +65,31 @@ impl Chunked {
                 return Ok(Part::End);
             }
             self.place = self.step(byte)?;
+        }
+    }
+
+    /// Take the line end of a chunk and the size of the next one, if all of that is there and has no extension. Anything
+    /// else is left to be read byte by byte.
+    #[inline]
+    fn skip_plain_header(&mut self, input: &mut &[u8]) {
+        let mut rest = *input;
+        match (self.place, rest) {
+            (Place::DataCr, [b'\r', b'\n', after @ ..]) => rest = after,
+            (Place::Size(0), _) => {}
+            _ => return,
+        }
+        let mut size = 0;
+        for (index, &byte) in rest.iter().take(MAX_PLAIN_DIGITS + 1).enumerate() {
+            if let Some(digit) = hex_digit(byte) {
+                size = size << 4 | digit;
+                continue;
+            }
+            if size > 0 && rest[index..].starts_with(b"\r\n") {
+                *input = &rest[index + 2..];
+                self.left = size;
+                self.place = Place::Data;
+            }
+            return;
         }
     }
 
@@ -93,16 +121,8 @@ impl Chunked {
     }
 
     fn digit(&mut self, digits: u8, byte: u8) -> Result<Place, ProtocolError> {
-        let digit = match byte {
-            b'0'..=b'9' => byte - b'0',
-            b'a'..=b'f' => byte - b'a' + 10,
-            b'A'..=b'F' => byte - b'A' + 10,
-            _ => return Err(ProtocolError::ChunkSize),
-        };
-        if digits == MAX_DIGITS {
-            return Err(ProtocolError::ChunkSize);
-        }
-        self.left = self.left << 4 | u64::from(digit);
+        let digit = hex_digit(byte).filter(|_| digits < MAX_DIGITS).ok_or(ProtocolError::ChunkSize)?;
+        self.left = self.left << 4 | digit;
         Ok(Place::Size(digits + 1))
     }
 
@@ -121,6 +141,16 @@ impl Chunked {
         }
         Ok(place)
     }
+}
+
+#[inline]
+fn hex_digit(byte: u8) -> Option<u64> {
+    Some(u64::from(match byte {
+        b'0'..=b'9' => byte - b'0',
+        b'a'..=b'f' => byte - b'a' + 10,
+        b'A'..=b'F' => byte - b'A' + 10,
+        _ => return None,
+    }))
 }
 
 #[cfg(test)]

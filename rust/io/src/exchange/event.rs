@@ -69,7 +69,8 @@ pub enum Event {
     DecodeError(Error),
     /// The reply is no stream, and its body is complete, has reached its limit, or was interrupted.
     Refused,
-    /// The connection or the reply broke.
+    /// The connection or the reply broke. After the terminal event of a stream this is of no interest and not reported;
+    /// after an error that the engine reports it is: the engine may still work on the request.
     Failed {
         /// Why.
         failure: Failure,

@@ -70,6 +70,8 @@ pub enum ProtocolError {
     Trailer,
     /// The trailers are larger than this many bytes.
     TrailersTooLarge(usize),
+    /// More than this many bytes follow the last event of a stream.
+    RestTooLarge(usize),
 }
 
 impl fmt::Display for ProtocolError {
@@ -91,6 +93,7 @@ impl fmt::Display for ProtocolError {
             Self::ChunkEnd => f.write_str("a chunk is longer than its size"),
             Self::Trailer => f.write_str("malformed trailer"),
             Self::TrailersTooLarge(limit) => write!(f, "the trailers are larger than {limit} bytes"),
+            Self::RestTooLarge(limit) => write!(f, "more than {limit} bytes follow the last event of the stream"),
         }
     }
 }

@@ -4,7 +4,7 @@
 mod http;
 
 use streamfold_core::{Dialect, Error, FinishReason, Options, Parser};
-use streamfold_io::{Event, Expected, Failure, State};
+use streamfold_io::{Event, Expected, Failure, ProtocolError, State};
 
 use crate::drive::{Outcome, Tail};
 use http::{BodyEnd, Framing};
@@ -141,8 +141,13 @@ impl Twin {
             return;
         }
         let result = if self.has_error() { Ok(()) } else { self.step(|parser| parser.close(false)) };
+        let has_engine_error = self.events.iter().any(|event| matches!(event, Event::DecodeError(Error::Engine(_))));
         match (result, next) {
             _ if self.state.is_over() => {}
+            (Ok(()), _) if has_engine_error && is_too_long => {
+                self.fail(ProtocolError::RestTooLarge(MAX_BYTES).into(), false);
+            }
+            (Ok(()), Next::Failure(failure)) if has_engine_error => self.fail(failure, false),
             (Err(error), Next::Failure(failure)) if !is_too_long => {
                 self.state = State::Failed;
                 self.events.push(Event::Failed { failure, is_unanswered: false });

@@ -1,4 +1,4 @@
-"""The httpx side of a request: which transport carries it, and how to close a connection without cancelling its task.
+"""Connection: one request over httpx, and how to close it without cancelling its task.
 
 Cancelling a task while httpx connects or waits for headers leaks a slot of httpx's pool, sometimes a socket. Closing
 the network stream under the task does not: the task gets ``httpx.ReadError`` and httpx cleans up.
@@ -16,56 +16,32 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-__all__ = ["Connection", "Stopped", "new_transport", "transport_factory"]
+__all__ = ["Connection", "Stopped", "new_transport", "tls_context"]
 
 # Steps of httpcore's trace that return a stream, under any module prefix ("connection.", "proxy.", ...).
 _CONNECT_STEPS = ("connect_tcp", "connect_unix_socket", "start_tls")
 _SEND_STEP = "send_request_headers"
 
 
-def transport_factory(transport: object, calls: int) -> Callable[[], httpx.AsyncBaseTransport]:
-    """Return what makes each try's transport: with ``"httpx"`` a new one, otherwise always ``transport`` itself.
-
-    Args:
-        transport: the argument of :class:`~streamfold.Client`.
-        calls: how many calls may run at once.
-
-    Raises:
-        ValueError: it is no transport, or its pool has no room for all calls.
-    """
-    if transport == "httpx":
-        return new_transport
-    if not isinstance(transport, httpx.AsyncBaseTransport):
-        raise ValueError(f'transport must be "httpx" or an httpx.AsyncBaseTransport, not {transport!r}')
-    _check_pool(transport, calls)
-    given = transport
-    return lambda: given
-
-
-def new_transport() -> httpx.AsyncHTTPTransport:
+def new_transport(
+    *, socket_path: str | None = None, ssl_context: ssl.SSLContext | None = None
+) -> httpx.AsyncHTTPTransport:
     """A transport for one stream, or for a few small requests, that keeps no connections.
 
-    httpx scans its whole pool at each step of a request, so with thousands of streams each has its own transport
-    (which costs 15 us). Before the headers httpx shows only new connections, so none is used twice.
+    Creating one costs 15 us. Before the headers httpx shows only new connections, so none is used twice.
+
+    Args:
+        socket_path: of a Unix socket to connect to.
+        ssl_context: None: the certificates that httpx trusts.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncHTTPTransport(verify=_tls_context(), limits=limits)
+    return httpx.AsyncHTTPTransport(verify=ssl_context or tls_context(), limits=limits, uds=socket_path)
 
 
 @cache  # loading the certificates takes longer than everything else
-def _tls_context() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
+    """The certificates that httpx trusts, whatever the environment says."""
     return httpx.create_ssl_context(trust_env=False)
-
-
-def _check_pool(transport: httpx.AsyncBaseTransport, calls: int) -> None:
-    """Refuse a pool in which calls and their aborts would wait for each other."""
-    pool = getattr(transport, "_pool", None) if isinstance(transport, httpx.AsyncHTTPTransport) else None
-    size = getattr(pool, "_max_connections", None)
-    if size is not None and size <= calls:
-        raise ValueError(
-            f"the transport's pool has {size} connections for {calls} calls and their aborts: create it with "
-            "limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)"
-        )
 
 
 class Stopped(Exception):  # no error: it carries our own stop out of httpx
@@ -80,8 +56,7 @@ class Connection:
 
     Args:
         transport: carries the request.
-        on_connected: called once the network stream is shown, at the latest right before ``on_sent``.
-        on_sent: called right before the request is sent. It may raise :class:`Stopped`.
+        on_ready: called right before the request is sent. It may raise :class:`Stopped`.
 
     Attributes:
         connected: whether the network stream was shown, or the request has left.
@@ -93,15 +68,13 @@ class Connection:
         self,
         transport: httpx.AsyncBaseTransport,
         *,
-        on_connected: Callable[[], None] | None = None,
-        on_sent: Callable[[], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         self.connected: bool = False
         self.sent: bool = False
         self.stopped: bool = False
         self._transport = transport
-        self._on_connected = on_connected
-        self._on_sent = on_sent
+        self._on_ready = on_ready
         self._shows_stream = type(transport) is httpx.AsyncHTTPTransport
         self._stream: Any = None
         self._task: asyncio.Task[Any] | None = None
@@ -138,7 +111,6 @@ class Connection:
             if (substitute := self._substitute(error)) is not None:
                 raise substitute from error
             raise
-        response.request = request
         if response.extensions.get("http_version") != b"HTTP/2":  # there, other requests share the stream
             self._stream = response.extensions.get("network_stream", self._stream)
         return response
@@ -219,7 +191,7 @@ class Connection:
             return
         if step in _CONNECT_STEPS and state == "complete":
             self._stream = info["return_value"]
-            self._mark_connected()
+            self.connected = True
         if self.stopped and not self.sent:
             if self._stream is not None:
                 await self._stream.aclose()
@@ -229,18 +201,11 @@ class Connection:
                 self._stream = None
             self._mark_sent()
 
-    def _mark_connected(self) -> None:
-        if not self.connected:
-            self.connected = True
-            if self._on_connected is not None:
-                self._on_connected()
-
     def _mark_sent(self) -> None:
         if not self.sent:
-            self._mark_connected()
-            self.sent = True
-            if self._on_sent is not None:
-                self._on_sent()
+            self.connected = self.sent = True
+            if self._on_ready is not None:
+                self._on_ready()
 
     def _is_own_cancel(self) -> bool:
         """Whether :meth:`close` caused the CancelledError that was just caught, so that it may be swallowed."""

@@ -1,0 +1,151 @@
+"""Deadlines: all deadlines of a client in one heap, behind one timer of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Deadline", "Deadlines"]
+
+_EXPIRY_GRACE: Final = 0.02  # seconds between a deadline and its expiry: a busy event loop is not a silent engine
+_MIN_DROPPED: Final = 64  # entries, below which the heap is not cleaned up
+
+
+class _Entry:
+    """One entry of the heap.
+
+    Attributes:
+        when: when it is due.
+        deadline: None once the deadline has no use for it.
+    """
+
+    __slots__ = ("deadline", "when")
+
+    def __init__(self, when: float, deadline: Deadline) -> None:
+        self.when = when
+        self.deadline: Deadline | None = deadline
+
+    def __lt__(self, other: _Entry) -> bool:
+        return self.when < other.when
+
+
+class Deadlines:
+    """The heap and its timer. Bound to the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._heap: list[_Entry] = []
+        self._dropped = 0
+        self._timer: asyncio.Handle | None = None
+        self._fires_at = math.inf
+
+    @property
+    def now(self) -> float:
+        """The time of the event loop."""
+        return self._loop.time()
+
+    def add(self, deadline: Deadline, when: float) -> _Entry:
+        """Add an entry."""
+        entry = _Entry(when, deadline)
+        heapq.heappush(self._heap, entry)
+        if when < self._fires_at:
+            self._start(when)
+        return entry
+
+    def drop(self, entry: _Entry) -> None:
+        """Give up an entry. It is removed when many are."""
+        entry.deadline = None
+        self._dropped += 1
+        if self._dropped > max(_MIN_DROPPED, len(self._heap) // 2):
+            self._heap = [entry for entry in self._heap if entry.deadline is not None]
+            heapq.heapify(self._heap)
+            self._dropped = 0
+            if not self._heap:
+                self.close()
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._fires_at = None, math.inf
+
+    def _start(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fires_at = when  # not timer.when(): uvloop's timers lack it if they are due at once
+        self._timer = self._loop.call_at(when, self._fire)
+
+    def _fire(self) -> None:
+        self._timer, self._fires_at = None, math.inf
+        now = self._loop.time()
+        try:
+            while self._heap and self._heap[0].when <= now:
+                deadline = heapq.heappop(self._heap).deadline
+                if deadline is None:
+                    self._dropped -= 1
+                else:
+                    deadline.fire(now)
+        finally:
+            if self._heap and self._heap[0].when < self._fires_at:
+                self._start(self._heap[0].when)
+
+
+class Deadline:
+    """A deadline that may be moved often: only an earlier one adds an entry to the heap.
+
+    Args:
+        deadlines: the heap.
+        expired: called once the deadline and a short grace have passed.
+        look: called when the deadline has passed, before the grace: what has arrived by now may move the deadline.
+    """
+
+    __slots__ = ("_deadlines", "_entry", "_expired", "_in_grace", "_look", "_when")
+
+    def __init__(
+        self, deadlines: Deadlines, expired: Callable[[], object], look: Callable[[], object] | None = None
+    ) -> None:
+        self._deadlines = deadlines
+        self._expired = expired
+        self._look = look
+        self._when = math.inf
+        self._entry: _Entry | None = None
+        self._in_grace = False
+
+    def set(self, seconds: float | None) -> None:
+        """Expire ``seconds`` from now; None: never."""
+        self._in_grace = False
+        self._when = math.inf if seconds is None else self._deadlines.now + seconds
+        if self._when < math.inf if self._entry is None else self._when < self._entry.when:
+            self._enter(self._when)
+        elif seconds is None:
+            self._leave()
+
+    def _enter(self, when: float) -> None:
+        self._leave()
+        self._entry = self._deadlines.add(self, when)
+
+    def _leave(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._deadlines.drop(entry)
+
+    def fire(self, now: float) -> None:
+        """Called by the heap when the entry is due."""
+        self._entry = None
+        if now < self._when:
+            if self._when < math.inf:
+                self._enter(self._when)
+        elif self._in_grace:
+            self._expired()
+        else:
+            self._in_grace = True
+            if self._look is not None:
+                self._look()
+            if self._in_grace and self._entry is None:  # it was not moved
+                self._when = now
+                self._enter(now + _EXPIRY_GRACE)

@@ -1,0 +1,31 @@
+"""Headers of requests: merging them, and checking those of users."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamfold._core import RequestHead
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from streamfold.client.drivers.base import Fields
+
+__all__ = ["with_fields"]
+
+
+def with_fields(fields: Fields, headers: Mapping[str, str] | None) -> Fields:
+    """Add headers, which replace those of the same name, in any case.
+
+    Raises:
+        ValueError: a name is no token or belongs to HTTP itself (``Content-Length``, ``Transfer-Encoding``,
+            ``Connection``, ``Host``, ``Expect``, ``Upgrade``, ``TE``, ``Trailer``), or a value holds a control
+            character or a character beyond latin-1. The message names the header.
+    """
+    if not headers:
+        return fields
+    named = {name.lower(): (name, value) for name, value in fields}
+    for name, value in headers.items():
+        RequestHead.check_field(name, value)
+        named[name.lower()] = (name, value)
+    return tuple(named.values())

@@ -1,0 +1,159 @@
+"""Session: all that a client binds to one event loop, from its first use to its ``aclose``."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streamfold.client.attempt import Attempt
+from streamfold.client.control import EngineControl
+from streamfold.client.control_requests import ControlRequests
+from streamfold.client.deadlines import Deadlines
+from streamfold.client.limits import Slots
+from streamfold.client.runner import CallRunner
+
+if TYPE_CHECKING:
+    from streamfold.client.abort_signal import AbortSignal
+    from streamfold.client.drivers.base import Driver, Fields
+    from streamfold.client.limits import Retries, Timeouts
+    from streamfold.client.request import CallRequest
+    from streamfold.client.runner import RetryLog
+    from streamfold.engines.base import EngineSpec
+
+__all__ = ["Running", "Session"]
+
+_STARTS_PER_PASS = 64  # of the event loop: a start takes CPU
+
+
+@dataclass(frozen=True)
+class Running:
+    """A snapshot of one running call, from :attr:`Client.running`.
+
+    Attributes:
+        rid: request id of its current try.
+        engine: base URL that the request was sent to.
+        age: seconds since the start, waits for a slot and retry pauses included.
+        token_count: tokens received so far.
+        tokens_per_second: tokens per second since the current try's request was sent.
+        ttft: time to first token: seconds from sending the current try's request. None before the first token.
+        last_event: seconds since the last event that brought a token. None before the first.
+        tries: tries so far, the current one included; 0 while the call waits for its first slot.
+    """
+
+    rid: str
+    engine: str
+    age: float
+    token_count: int
+    tokens_per_second: float
+    ttft: float | None
+    last_event: float | None
+    tries: int
+
+
+class Session:
+    """The driver, the calls, and what they share. Bound to the running event loop.
+
+    Args:
+        base_url: of the engine or router.
+        engine: how it is spoken to.
+        driver: carries all requests.
+        fields: the headers of control requests.
+        calls: how many calls run at once.
+
+    Attributes:
+        calls: those that have not ended, by the request id of the current try.
+        control: sends abort requests, and asks for load and workers.
+        closing: the task that closes the session, once there is one.
+        loop: the event loop.
+        pumps: the tasks of the calls.
+        slots: limit how many calls run at once.
+    """
+
+    def __init__(self, base_url: str, engine: EngineSpec, driver: Driver, fields: Fields, calls: int) -> None:
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.calls: dict[str, CallRunner] = {}
+        self.closing: asyncio.Task[None] | None = None
+        self._driver = driver
+        self._deadlines = Deadlines()
+        self.control: EngineControl = EngineControl(base_url, engine, ControlRequests(driver, fields, self._deadlines))
+        self.slots: Slots = Slots(calls, per_pass=_STARTS_PER_PASS)
+        self.pumps: set[asyncio.Task[None]] = set()
+
+    def new_rid(self, rid: str | None) -> str:
+        """A caller's request id, checked; None: a new one."""
+        if rid is None:
+            return uuid.uuid4().hex
+        if not rid:
+            raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
+        if rid in self.calls:
+            raise ValueError(f"rid {rid!r} is in use by a running call: give each call its own, or none")
+        return rid
+
+    def runner(
+        self,
+        request: CallRequest,
+        host_abort: AbortSignal,
+        *,
+        timeouts: Timeouts,
+        retries: Retries,
+        retry_log: RetryLog,
+    ) -> CallRunner:
+        """What runs the call of ``request``."""
+
+        def make_attempt(rid: str) -> Attempt:
+            return Attempt(
+                rid,
+                driver=self._driver,
+                control=self.control,
+                deadlines=self._deadlines,
+                timeouts=timeouts,
+                nothing=request.nothing,
+                on_first_token=request.drop_body,
+            )
+
+        return CallRunner(
+            request.options.rid,
+            make_attempt,
+            retries=retries,
+            slots=self.slots,
+            registry=self.calls,
+            drain=request.drain,
+            host_abort=host_abort,
+            retry_log=retry_log,
+        )
+
+    def start(self, runner: CallRunner, request: CallRequest) -> None:
+        """Start a call."""
+        pump = runner.start(request)
+        self.pumps.add(pump)
+        pump.add_done_callback(self.pumps.discard)
+
+    def running(self, engine: str) -> list[Running]:
+        """A snapshot of each call that has not ended, oldest first."""
+        return [
+            Running(
+                rid=call.rid,
+                engine=engine,
+                age=call.age,
+                token_count=call.token_count,
+                tokens_per_second=call.tokens_per_second,
+                ttft=call.ttft,
+                last_event=call.last_event,
+                tries=call.tries,
+            )
+            for call in sorted(self.calls.values(), key=lambda call: call.started_at)  # a retry moves a call to the end
+        ]
+
+    async def aclose(self) -> None:
+        """Abort all calls without draining, and close every connection."""
+        for call in list(self.calls.values()):
+            call.abort_soon(drain=0.0)
+        try:
+            while self.pumps:
+                await asyncio.wait(self.pumps)
+            await self.control.aclose()
+            await self._driver.aclose()
+        finally:
+            self._deadlines.close()
