@@ -1,81 +1,17 @@
 //! One round through the sockets that are ready.
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use crate::exchange::Input;
-use crate::reactor::connection::{Connection, Lane, Phase};
+use crate::reactor::connection::{Lane, Phase};
+use crate::reactor::connections::Reactor;
 use crate::reactor::poll::Readiness;
-use crate::reactor::slab::{ConnectionId, Slab};
-use crate::reactor::{News, Reactor, Report};
+use crate::reactor::report::{News, Report};
+use crate::reactor::slab::ConnectionId;
+use crate::reactor::swept::{Limits, Swept};
 use crate::shared::Shared;
-
-/// The connections that wait for their turn.
-///
-/// They go round: all that were ready at a look have had their turn before the next look. What a sweep leaves comes
-/// first in the next one; and sockets that are ready again meanwhile do not keep the reactor from its rest.
-#[derive(Default)]
-pub(crate) struct Queue {
-    ids: VecDeque<ConnectionId>,
-    /// The turns that are left of this round.
-    left: usize,
-}
-
-impl Queue {
-    /// Returns whether it did not wait before.
-    fn push(&mut self, connections: &mut Slab<Connection>, id: ConnectionId, readiness: Readiness) -> bool {
-        let Some(connection) = connections.get_mut(id) else { return false };
-        connection.readiness.merge(readiness);
-        let is_new = !std::mem::replace(&mut connection.is_queued, true);
-        if is_new {
-            self.ids.push_back(id);
-        }
-        is_new
-    }
-}
-
-/// When a sweep ends although sockets are still ready.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limits {
-    /// Seconds.
-    pub seconds: f64,
-    /// Bytes sent and received.
-    pub bytes: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self { seconds: 0.005, bytes: 4 << 20 }
-    }
-}
-
-/// What a sweep did.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Swept {
-    /// How many sockets had their turn; one that had it twice counts twice.
-    pub turns: usize,
-    /// Bytes sent and received.
-    pub bytes: usize,
-    /// How long it took.
-    pub seconds: f64,
-    /// Whether sockets are left that have not had their turn.
-    pub is_bounded: bool,
-}
-
-impl Swept {
-    /// Both of them, as one.
-    #[must_use]
-    pub fn then(self, later: Self) -> Self {
-        Self {
-            turns: self.turns + later.turns,
-            bytes: self.bytes + later.bytes,
-            seconds: self.seconds + later.seconds,
-            is_bounded: later.is_bounded,
-        }
-    }
-}
 
 /// What a turn did.
 struct Turn {
