@@ -10,7 +10,7 @@ use streamfold_io::{Event, Input, Shared, State};
 
 use crate::event::convert;
 use crate::exchange::Exchange;
-use crate::read_rest::ReadRest;
+use crate::read_rest::{Habit, ReadRest};
 
 /// A transport copies what it can't send at once.
 const MAX_WRITE_BYTES: usize = 256 << 10;
@@ -46,6 +46,7 @@ struct Inner {
     /// While busy.
     carried: Option<Carried>,
     is_write_paused: bool,
+    habit: Habit,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -105,6 +106,7 @@ impl ConnectionProtocol {
         {
             let mut inner = self.lock();
             inner.carried = Some(Carried { exchange: Arc::clone(&shared), on_event, is_aborted: false });
+            inner.habit = Habit::default();
             inner.phase = Phase::Busy;
         }
         let mut events = Vec::new();
@@ -170,7 +172,7 @@ impl ConnectionProtocol {
         let part = self.buffer.bind(py).get_item(PySlice::new(py, 0, nbytes.try_into()?, 1))?;
         let part = py.get_type::<PyBytes>().call1((part,))?.cast_into::<PyBytes>()?;
         self.receive(py, &carried, part.as_bytes())?;
-        self.rest_if_ordinary(py)
+        self.rest_if_ordinary(py, nbytes)
     }
 
     fn eof_received(&self, py: Python<'_>) -> PyResult<bool> {
@@ -310,13 +312,14 @@ impl ConnectionProtocol {
     }
 
     /// Let the connection rest after a read from a stream, unless somebody waits for what comes.
-    fn rest_if_ordinary(&self, py: Python<'_>) -> PyResult<()> {
+    fn rest_if_ordinary(&self, py: Python<'_>, bytes: usize) -> PyResult<()> {
+        let should_rest = self.rest.get().finish(bytes, &mut self.lock().habit);
         let (Some(carried), Some(reader)) = (self.carried(py), self.reader(py)) else { return Ok(()) };
         let state = carried.exchange.state();
         let is_ordinary = carried.exchange.expects_stream()
             && !carried.is_aborted
             && matches!(state, State::Head | State::Waiting | State::Streaming | State::Rest);
-        if is_ordinary { self.rest.get().pause(&reader) } else { Ok(()) }
+        if should_rest && is_ordinary { self.rest.get().pause(&reader) } else { Ok(()) }
     }
 
     /// The connection broke, or was closed by the transport.

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamfold.client.drivers import asyncio_sockets
-from streamfold.client.drivers.asyncio_sockets import AsyncioSockets, rest_seconds
+from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.errors import StreamTruncated
 from support.driving import Driven, asked, told
 from support.leftovers import open_files
 from support.paths import DATA
-from support.replay import DONE, LAST_CHUNK, RUNNING, WHOLE, Replay, answer_json, chunk, events, head, until
+from support.replay import DONE, END, LAST_CHUNK, RUNNING, WHOLE, Replay, Step, answer_json, chunk, events, head, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -75,16 +75,16 @@ def read_head(peer: socket.socket) -> bytes:
     return received.partition(b"\r\n\r\n")[2]
 
 
+def readers(sockets: AsyncioSockets) -> list[asyncio.ReadTransport]:
+    """What reads from the sockets: below TLS, if there is any."""
+    held = [held for connection in sockets.connections for held in gc.get_referents(connection)]
+    return [transport for transport in held if isinstance(transport, asyncio.ReadTransport)]
+
+
 both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 
 # Rests.
-
-
-def test_a_rest_is_nine_times_the_work_within_its_bounds() -> None:
-    assert rest_seconds(0.0) == 0.005
-    assert rest_seconds(0.002) == pytest.approx(0.018)
-    assert rest_seconds(1.0) == 0.05
 
 
 @both
@@ -112,6 +112,23 @@ async def test_several_events_are_read_at_once(tls: bool) -> None:
             assert driven.kinds == ALL
             assert driven.exchange.take().token_ids.tolist() == list(range(1, count + 1))
     assert reads < count / 2
+
+
+@both
+async def test_a_stream_whose_events_no_rest_would_gather_is_read_at_once(tls: bool) -> None:
+    slow: list[Step] = [head()]
+    for payload in events(4):
+        slow += [chunk(payload), 0.15]
+    async with Replay([*slow, LAST_CHUNK, END], tls=server_tls() if tls else None) as server:
+        sockets = AsyncioSockets(ssl.create_default_context(cafile=DATA / "tls" / "cert.pem"))
+        driver = DirectDriver(sockets)
+        driven = Driven(driver, asked(server.url))
+        await until(lambda: driven.exchange.token_count == 2)
+        assert all(reader.is_reading() for reader in readers(sockets))
+        await until(lambda: driven.exchange.token_count == 3)
+        assert all(reader.is_reading() for reader in readers(sockets))
+        assert await driven.ended() == ALL
+        await driver.aclose()
 
 
 @both
