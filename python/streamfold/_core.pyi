@@ -1,8 +1,9 @@
 """The Rust core: parses the bytes of a streamed response into numpy arrays."""
 
+import sys
 from asyncio import BaseTransport
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from os import PathLike
 from socket import socket as Socket  # noqa: N812  # an argument has its name
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -22,6 +23,8 @@ __all__ = [
     "RequestHead",
     "__version__",
 ]
+if sys.platform == "linux":
+    __all__ += ["Reactor"]
 
 __version__: Final[str]
 DIALECTS: Final[tuple[str, ...]]
@@ -305,17 +308,94 @@ class Parser:
     def __sizeof__(self) -> int:
         """Bytes of memory held: arrays, text, and an incomplete event."""
 
+if sys.platform == "linux":
+    @final
+    class Reactor:
+        """Sockets to servers, and the exchanges that they carry, below an event loop. Linux only.
+
+        The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
+        :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read,
+        :meth:`fileno` is unreadable for a rest after each sweep, so that one read takes several events.
+
+        - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
+        - ``rest_ceiling``: the longest rest, in seconds.
+        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a
+          core.
+
+        Events are tuples ``(connection, kind, payload)``:
+
+        - ``"opened"``: 0, or the errno, and the connection is gone
+        - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
+          for a stream
+        - ``"first_token"``, ``"finished"``, ``"overrun"``: None
+        - ``"error"``: the exception
+        - ``"failed"``: ``(errno or None, message, whether no byte of a reply was received)``
+        - ``"ended"``: whether the connection can carry another exchange. It stays open in any case, until :meth:`end`
+
+        Raises ``OSError`` if there are no descriptors left.
+        """
+
+        def __new__(
+            cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05, rest_share: float = 9.0
+        ) -> Reactor: ...
+        def fileno(self) -> int:
+            """The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`."""
+        def urgent_fileno(self) -> int:
+            """The descriptor of the poll that is swept without a rest. -1 after :meth:`close`.
+
+            It has what connects, sends, or receives a reply that is no stream, and what follows an abort.
+            """
+        def connect(self, host: str, port: int, scope_id: int = 0) -> int:
+            """Start to connect to a literal address, and return the connection; ``"opened"`` follows.
+
+            ``scope_id`` is the zone of an IPv6 address, as the index of its interface; 0 for none.
+
+            Raises ``OSError`` if there is no descriptor left or no way to the address, and ``ValueError`` if it is no
+            literal address.
+            """
+        def connect_unix(self, path: str | PathLike[str]) -> int:
+            """Connect to a Unix socket, and return the connection; ``"opened"`` follows.
+
+            Raises ``BlockingIOError`` while the server's backlog is full, and ``OSError`` as :meth:`connect`.
+            """
+        def start(self, connection: int, exchange: Exchange) -> bool:
+            """Let an open connection carry an exchange, and send at once what the socket takes.
+
+            Returns False if there is no such connection, or if it has carried one before and shows a byte or its end:
+            then it is closed, and the exchange can go over another connection.
+            """
+        def sweep(self) -> list[tuple[int, str, Any]]:
+            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB. Returns the events.
+
+            The descriptor stays readable if sockets are left that have not had their turn.
+            """
+        def sweep_urgent(self) -> list[tuple[int, str, Any]]:
+            """Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.
+
+            The descriptor stays readable if sockets are left that have not had their turn.
+            """
+        def read_now(self, connection: int) -> list[tuple[int, str, Any]]:
+            """Read what the socket of one connection holds, up to 4 MiB. Returns the events."""
+        def abort(self, connection: int) -> list[tuple[int, str, Any]]:
+            """The rest of the reply is of no use: read it without a rest, keep what arrives. Returns the events."""
+        def end(self, connection: int) -> None:
+            """Close a connection now, for the server as well. No event follows. Idempotent."""
+        def close(self) -> None:
+            """Close all connections and the polls. The loop must not watch the descriptors any more. Idempotent."""
+
 @final
 class ReadRest:
     """Lets transports rest after a read, so that the next one finds several events at once.
 
     - ``schedule``: called once, when the first transport rests: it has to call :meth:`resume` after :attr:`seconds`.
-    - ``shortest``, ``longest``: the bounds of a rest.
+    - ``shortest``, ``longest``: the bounds of a rest, in seconds.
 
     A transport whose events come too rarely for a rest to gather them does not rest.
+
+    Raises ``ValueError`` if a bound is negative, or the shortest is longer than the longest.
     """
 
-    def __new__(cls, schedule: Callable[[], object], shortest: timedelta, longest: timedelta) -> ReadRest: ...
+    def __new__(cls, schedule: Callable[[], object], shortest: float, longest: float) -> ReadRest: ...
     @property
     def seconds(self) -> float:
         """Seconds that a rest takes now: nine times the work of the reads since the last one, within the bounds."""

@@ -2,7 +2,8 @@
 //!
 //! [`Exchange`] is an HTTP/1.1 client as a state machine, one for each try of a request: it writes the request, reads
 //! the head and the framing of the reply, and feeds a stream to [`streamfold_core::Parser`]. It does no IO and has no
-//! clock. A driver moves the bytes. [`Shared`] is an exchange that a driver and its caller use from different threads.
+//! clock. A driver moves the bytes. [`Shared`] is an exchange that a driver and its caller use from different threads. The module
+//! `reactor`, for Linux, is what a driver over plain sockets is made of.
 //!
 //! # Example
 //!
@@ -79,6 +80,8 @@
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 
 mod exchange;
+#[cfg(target_os = "linux")]
+pub mod reactor;
 mod shared;
 
 pub use exchange::{

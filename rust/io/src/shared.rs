@@ -85,7 +85,9 @@ impl Shared {
         self.run(now, events, |exchange, events| {
             let mut room = MAX_SEND_BYTES;
             while exchange.state() == State::Sending && room > 0 {
-                let parts = exchange.unsent();
+                let [head, body] = exchange.unsent();
+                // A head is small.
+                let parts = [head, &body[..body.len().min(room)]];
                 let wanted = parts[0].len() + parts[1].len();
                 match write(parts) {
                     Ok(count) => {

@@ -94,8 +94,10 @@ impl Exchange {
     ///
     /// The second call returns an empty generation, as does the first for a reply that is no stream.
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
+        let generation = self.shared.take();
+        // After the exchange has let go of the body, so that it is freed here, and not by who drives the exchange.
         self.shared.unpin();
-        Generation::from_core(py, self.shared.take(), self.experts)
+        Generation::from_core(py, generation, self.experts)
     }
 
     /// Return what was kept of the body of a reply that is no stream. The second call returns no bytes.

@@ -8,6 +8,8 @@ mod generation;
 mod options;
 mod parser;
 mod protocol;
+#[cfg(target_os = "linux")]
+mod reactor;
 mod read_rest;
 mod request_head;
 
@@ -29,6 +31,9 @@ mod _core {
     use crate::parser::Parser;
     #[pymodule_export]
     use crate::protocol::ConnectionProtocol;
+    #[cfg(target_os = "linux")]
+    #[pymodule_export]
+    use crate::reactor::Reactor;
     #[pymodule_export]
     use crate::read_rest::ReadRest;
     #[pymodule_export]

@@ -2,6 +2,7 @@ use std::mem::{replace, take};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit};
@@ -18,9 +19,11 @@ const SAMPLED_RESTS: u8 = 16;
 /// Lets transports rest after a read, so that the next one finds several events at once.
 ///
 /// - ``schedule``: called once, when the first transport rests: it has to call :meth:`resume` after :attr:`seconds`.
-/// - ``shortest``, ``longest``: the bounds of a rest.
+/// - ``shortest``, ``longest``: the bounds of a rest, in seconds.
 ///
 /// A transport whose events come too rarely for a rest to gather them does not rest.
+///
+/// Raises ``ValueError`` if a bound is negative, or the shortest is longer than the longest.
 #[pyclass(frozen, module = "streamfold._core")]
 pub(crate) struct ReadRest {
     schedule: Py<PyAny>,
@@ -52,7 +55,13 @@ pub(crate) struct Habit {
 #[pymethods]
 impl ReadRest {
     #[new]
-    fn new(schedule: Py<PyAny>, shortest: Duration, longest: Duration) -> Self {
+    fn new(schedule: Py<PyAny>, shortest: f64, longest: f64) -> PyResult<Self> {
+        let bound =
+            |seconds| Duration::try_from_secs_f64(seconds).map_err(|error| PyValueError::new_err(error.to_string()));
+        let (shortest, longest) = (bound(shortest)?, bound(longest)?);
+        if shortest > longest {
+            return Err(PyValueError::new_err("the shortest rest must not be longer than the longest"));
+        }
         let now = Instant::now();
         let cycle = Cycle {
             began: now,
@@ -62,7 +71,7 @@ impl ReadRest {
             resting: Vec::new(),
             is_scheduled: false,
         };
-        Self { schedule, shortest, longest, cycle: Mutex::new(cycle) }
+        Ok(Self { schedule, shortest, longest, cycle: Mutex::new(cycle) })
     }
 
     /// Seconds that a rest takes now: nine times the work of the reads since the last one, within the bounds.

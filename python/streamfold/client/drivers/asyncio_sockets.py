@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 import weakref
-from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -29,8 +28,8 @@ _BUFFER_BYTES = 256 << 10
 # The connect timeout ends a handshake; asyncio's own limit, 60 s, must not.
 _HANDSHAKE_SECONDS = 86_400.0
 
-_SHORTEST_REST = timedelta(seconds=0.005)
-_LONGEST_REST = timedelta(seconds=0.05)
+_SHORTEST_REST = 0.005
+_LONGEST_REST = 0.05
 
 
 class AsyncioSockets:

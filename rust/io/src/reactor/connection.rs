@@ -1,0 +1,68 @@
+//! One connection of a reactor: `Connection`.
+
+use std::sync::Arc;
+
+use crate::exchange::State;
+use crate::reactor::poll::{Interest, Readiness};
+use crate::reactor::socket::Socket;
+use crate::shared::Shared;
+
+/// The two polls of a reactor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lane {
+    /// Swept without a rest: connecting, sending, replies that are no stream, what follows an abort.
+    Urgent,
+    /// Swept with rests: streams, and connections without an exchange.
+    Ordinary,
+}
+
+/// What a connection is doing.
+pub(crate) enum Phase {
+    Connecting,
+    /// It has no exchange.
+    Idle {
+        /// It has carried an exchange: the server may close it at any time.
+        is_kept: bool,
+    },
+    Busy {
+        exchange: Arc<Shared>,
+        is_aborted: bool,
+    },
+    /// Its exchange has ended, and it can't carry another one: it stays open and is not read until it is ended.
+    Over,
+}
+
+pub(crate) struct Connection {
+    pub socket: Socket,
+    pub phase: Phase,
+    /// The poll that it is in.
+    pub watched: Option<(Lane, Interest)>,
+    /// What it is ready for, while it waits for its turn in a sweep.
+    pub readiness: Readiness,
+    pub is_queued: bool,
+}
+
+impl Connection {
+    pub(crate) fn new(socket: Socket) -> Self {
+        Self { socket, phase: Phase::Connecting, watched: None, readiness: Readiness::default(), is_queued: false }
+    }
+
+    /// The poll that it belongs into.
+    pub(crate) fn place(&self) -> Option<(Lane, Interest)> {
+        match &self.phase {
+            Phase::Connecting => Some((Lane::Urgent, Interest::Write)),
+            // Where it is: to move it costs two system calls.
+            Phase::Idle { is_kept: true } => {
+                Some((self.watched.map_or(Lane::Ordinary, |(lane, _)| lane), Interest::Read))
+            }
+            Phase::Busy { exchange, is_aborted } => Some(match exchange.state() {
+                State::Sending => (Lane::Urgent, Interest::Both),
+                State::Refused => (Lane::Urgent, Interest::Read),
+                _ if *is_aborted || !exchange.expects_stream() => (Lane::Urgent, Interest::Read),
+                _ => (Lane::Ordinary, Interest::Read),
+            }),
+            // The exchange of a new connection is about to start.
+            Phase::Idle { is_kept: false } | Phase::Over => None,
+        }
+    }
+}

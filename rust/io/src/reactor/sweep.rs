@@ -1,0 +1,268 @@
+//! One round through the sockets that are ready.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use crate::exchange::Input;
+use crate::reactor::connection::{Connection, Lane, Phase};
+use crate::reactor::poll::Readiness;
+use crate::reactor::slab::{ConnectionId, Slab};
+use crate::reactor::{News, Reactor, Report};
+use crate::shared::Shared;
+
+/// The connections that wait for their turn.
+///
+/// They go round: all that were ready at a look have had their turn before the next look. What a sweep leaves comes
+/// first in the next one; and sockets that are ready again meanwhile do not keep the reactor from its rest.
+#[derive(Default)]
+pub(crate) struct Queue {
+    ids: VecDeque<ConnectionId>,
+    /// The turns that are left of this round.
+    left: usize,
+}
+
+impl Queue {
+    /// Returns whether it did not wait before.
+    fn push(&mut self, connections: &mut Slab<Connection>, id: ConnectionId, readiness: Readiness) -> bool {
+        let Some(connection) = connections.get_mut(id) else { return false };
+        connection.readiness.merge(readiness);
+        let is_new = !std::mem::replace(&mut connection.is_queued, true);
+        if is_new {
+            self.ids.push_back(id);
+        }
+        is_new
+    }
+}
+
+/// When a sweep ends although sockets are still ready.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Seconds.
+    pub seconds: f64,
+    /// Bytes sent and received.
+    pub bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { seconds: 0.005, bytes: 4 << 20 }
+    }
+}
+
+/// What a sweep did.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Swept {
+    /// How many sockets had their turn; one that had it twice counts twice.
+    pub turns: usize,
+    /// Bytes sent and received.
+    pub bytes: usize,
+    /// How long it took.
+    pub seconds: f64,
+    /// Whether sockets are left that have not had their turn.
+    pub is_bounded: bool,
+}
+
+impl Swept {
+    /// Both of them, as one.
+    #[must_use]
+    pub fn then(self, later: Self) -> Self {
+        Self {
+            turns: self.turns + later.turns,
+            bytes: self.bytes + later.bytes,
+            seconds: self.seconds + later.seconds,
+            is_bounded: later.is_bounded,
+        }
+    }
+}
+
+/// What a turn did.
+struct Turn {
+    bytes: usize,
+    /// Whether the socket may have more.
+    again: bool,
+    /// Whether the end of the connection was read.
+    is_end: bool,
+    /// When it was over.
+    at: f64,
+}
+
+impl Reactor {
+    /// Find the sockets that are ready, unless some of the last look still wait. Returns how many wait for their turn.
+    ///
+    /// # Errors
+    ///
+    /// The poll has failed.
+    pub fn look(&mut self, lane: Lane) -> io::Result<usize> {
+        let (poll, queue) = match lane {
+            Lane::Urgent => (&mut self.urgent, &mut self.queues[0]),
+            Lane::Ordinary => (&mut self.ordinary, &mut self.queues[1]),
+        };
+        // The poll goes round too: a socket that comes again comes after all others.
+        while queue.left == 0 {
+            let (ready, is_full) = poll.ready()?;
+            let again = ready.filter(|&(id, readiness)| !queue.push(&mut self.connections, id, readiness)).count();
+            if !is_full || again > 0 {
+                queue.left = queue.ids.len();
+                break;
+            }
+        }
+        Ok(queue.left)
+    }
+
+    /// Give the sockets that wait their turn, one after the other: each sends what it can, and reads once. One that may
+    /// have more comes again after the others. `clock` gives seconds. What changes is appended to `reports`.
+    pub fn sweep(
+        &mut self,
+        lane: Lane,
+        limits: Limits,
+        mut clock: impl FnMut() -> f64,
+        reports: &mut Vec<Report>,
+    ) -> Swept {
+        let place = usize::from(lane == Lane::Ordinary);
+        let begin = clock();
+        let mut swept = Swept::default();
+        reports.append(&mut self.late);
+        while let Some(id) = self.queues[place].ids.pop_front() {
+            self.queues[place].left = self.queues[place].left.saturating_sub(1);
+            let turn = self.turn(id, &mut clock, reports);
+            swept.turns += 1;
+            swept.bytes += turn.bytes;
+            swept.seconds = turn.at - begin;
+            if turn.again {
+                self.queues[place].push(&mut self.connections, id, Readiness::default());
+            }
+            if swept.bytes >= limits.bytes || swept.seconds >= limits.seconds {
+                break;
+            }
+        }
+        swept.is_bounded = !self.queues[place].ids.is_empty();
+        swept
+    }
+
+    /// Read what the socket of one connection holds, to its end. What changes is appended to `reports`.
+    pub fn read_now(&mut self, id: ConnectionId, mut clock: impl FnMut() -> f64, reports: &mut Vec<Report>) {
+        let limit = Limits::default().bytes;
+        let mut bytes = 0;
+        while bytes < limit {
+            let Some(connection) = self.connections.get_mut(id) else { return };
+            let Phase::Busy { exchange, .. } = &connection.phase else { return };
+            let exchange = exchange.clone();
+            let turn = self.receive(id, &exchange, true, &mut clock);
+            self.settle(id, reports);
+            bytes += turn.bytes;
+            if !turn.again {
+                return;
+            }
+        }
+    }
+
+    /// The turn of one connection.
+    fn turn(&mut self, id: ConnectionId, clock: &mut impl FnMut() -> f64, reports: &mut Vec<Report>) -> Turn {
+        let nothing = |at| Turn { bytes: 0, again: false, is_end: false, at };
+        let Some(connection) = self.connections.get_mut(id) else { return nothing(clock()) };
+        let ready = std::mem::take(&mut connection.readiness);
+        connection.is_queued = false;
+        match &connection.phase {
+            Phase::Connecting => {
+                let errno = connection.socket.connected();
+                self.opened(id, errno, reports);
+                nothing(clock())
+            }
+            Phase::Idle { is_kept } => {
+                if *is_kept && !connection.socket.is_silent() {
+                    self.end(id);
+                }
+                nothing(clock())
+            }
+            Phase::Busy { exchange, .. } => {
+                let exchange = exchange.clone();
+                let mut turn = if ready.read || ready.end {
+                    self.receive(id, &exchange, ready.end, clock)
+                } else {
+                    nothing(clock())
+                };
+                let mut is_changed = turn.is_end || !self.events.is_empty();
+                if ready.write {
+                    turn.bytes += self.send(id, &exchange, turn.at);
+                    is_changed = true;
+                }
+                // Nothing else changes while a stream brings tokens.
+                if is_changed {
+                    self.settle(id, reports);
+                }
+                if turn.again
+                    && let Some(connection) = self.connections.get_mut(id)
+                {
+                    connection.readiness.merge(Readiness { read: true, write: false, end: ready.end });
+                }
+                turn
+            }
+            Phase::Over => {
+                self.unwatch(id);
+                nothing(clock())
+            }
+        }
+    }
+
+    fn opened(&mut self, id: ConnectionId, mut errno: i32, reports: &mut Vec<Report>) {
+        if errno == 0
+            && let Some(connection) = self.connections.get_mut(id)
+        {
+            connection.phase = Phase::Idle { is_kept: false };
+            if let Err(error) = self.watch(id) {
+                errno = error.raw_os_error().unwrap_or_default();
+            }
+        }
+        if errno != 0 {
+            self.end(id);
+        }
+        reports.push(Report { connection: id, news: News::Opened(errno) });
+    }
+
+    /// Read once. The socket may have more if the buffer was filled, or if it is known that its end is behind.
+    fn receive(
+        &mut self,
+        id: ConnectionId,
+        exchange: &Arc<Shared>,
+        is_behind: bool,
+        clock: &mut impl FnMut() -> f64,
+    ) -> Turn {
+        let Some(connection) = self.connections.get_mut(id) else {
+            return Turn { bytes: 0, again: false, is_end: true, at: clock() };
+        };
+        let result = connection.socket.receive(&mut self.buffer);
+        let at = clock();
+        match result {
+            Ok(0) => exchange.handle(Input::Eof, at, &mut self.events),
+            Ok(count) => {
+                exchange.receive(&self.buffer[..count], at, &mut self.events);
+                return Turn { bytes: count, again: is_behind || count == self.buffer.len(), is_end: false, at };
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Turn { bytes: 0, again: false, is_end: false, at };
+            }
+            Err(error) => {
+                exchange.handle(Input::Reset(error.raw_os_error().unwrap_or_default()), at, &mut self.events);
+            }
+        }
+        Turn { bytes: 0, again: false, is_end: true, at }
+    }
+
+    /// Send what the socket takes. Returns how many bytes that was.
+    fn send(&mut self, id: ConnectionId, exchange: &Arc<Shared>, now: f64) -> usize {
+        let Some(connection) = self.connections.get_mut(id) else { return 0 };
+        let mut bytes = 0;
+        exchange.send(now, &mut self.events, |parts| connection.socket.send(parts).inspect(|count| bytes += count));
+        bytes
+    }
+
+    fn unwatch(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(id) else { return };
+        if let Some((lane, _)) = connection.watched.take() {
+            let poll = if lane == Lane::Urgent { &self.urgent } else { &self.ordinary };
+            poll.remove(connection.socket.as_fd());
+        }
+    }
+}
