@@ -395,15 +395,20 @@ if sys.platform == "linux":
 
 @final
 class ReadRest:
-    """Transports that rest after a read, so that the next one finds several events at once.
+    """Lets transports rest after a read, so that the next one finds several events at once.
 
-    ``schedule`` is called once, when the first transport pauses; :meth:`resume` ends the rest of all.
+    - ``schedule``: called once, when the first transport rests: it has to call :meth:`resume` after :attr:`seconds`.
+    - ``shortest``, ``longest``: the bounds of a rest, in seconds.
+
+    A transport whose events come too rarely for a rest to gather them does not rest.
+
+    Raises ``ValueError`` if a bound is negative, or the shortest is longer than the longest.
     """
 
-    def __new__(cls, schedule: Callable[[], object]) -> ReadRest: ...
+    def __new__(cls, schedule: Callable[[], object], shortest: float, longest: float) -> ReadRest: ...
     @property
-    def work(self) -> float:
-        """Seconds from the beginning of the first read since the last rest to the end of the latest one."""
+    def seconds(self) -> float:
+        """Seconds that a rest takes now: nine times the work of the reads since the last one, within the bounds."""
     def resume(self) -> None:
         """Let all transports read again."""
 

@@ -7,24 +7,22 @@ import contextlib
 import gc
 import hashlib
 import socket
-import ssl
 import threading
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from streamfold.client.drivers import asyncio_sockets
-from streamfold.client.drivers.asyncio_sockets import AsyncioSockets, rest_seconds
+from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.errors import StreamTruncated
 from support.driving import Driven, asked, told
-from support.leftovers import open_files
 from support.paths import DATA
-from support.replay import DONE, LAST_CHUNK, RUNNING, WHOLE, Replay, answer_json, chunk, events, head, until
+from support.peers import read_head, server_tls, serving, trusting
+from support.replay import DONE, END, LAST_CHUNK, RUNNING, WHOLE, Replay, Step, answer_json, chunk, events, head, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 BOTH_LOOPS = True
@@ -32,59 +30,25 @@ BOTH_LOOPS = True
 ALL = ["connected", "head", "first_token", "finished", "ended"]
 
 
-def server_tls() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(DATA / "tls" / "cert.pem", DATA / "tls" / "key.pem")
-    return context
-
-
 @contextlib.asynccontextmanager
 async def driving() -> AsyncIterator[DirectDriver]:
-    driver = DirectDriver(AsyncioSockets(ssl.create_default_context(cafile=DATA / "tls" / "cert.pem")))
+    driver = DirectDriver(AsyncioSockets(trusting()))
     try:
         yield driver
     finally:
         await driver.aclose()
 
 
-@contextlib.contextmanager
-def serving(serve: Callable[[socket.socket], None], *, tls: bool = False, times: int = 1) -> Iterator[str]:
-    """A server of one connection after another, in a thread of its own: it goes on while the test's loop is blocked."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def run() -> None:
-            for _ in range(times):
-                with contextlib.suppress(OSError), listener.accept()[0] as accepted:
-                    if tls:
-                        with server_tls().wrap_socket(accepted, server_side=True) as wrapped:
-                            serve(wrapped)
-                    else:
-                        serve(accepted)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
-    thread.join()
-
-
-def read_head(peer: socket.socket) -> bytes:
-    """Read up to the end of the head; returns what came of the body."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += peer.recv(65536)
-    return received.partition(b"\r\n\r\n")[2]
+def readers(sockets: AsyncioSockets) -> list[asyncio.ReadTransport]:
+    """What reads from the sockets: below TLS, if there is any."""
+    held = [held for connection in sockets.connections for held in gc.get_referents(connection)]
+    return [transport for transport in held if isinstance(transport, asyncio.ReadTransport)]
 
 
 both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 
 # Rests.
-
-
-def test_a_rest_is_nine_times_the_work_within_its_bounds() -> None:
-    assert rest_seconds(0.0) == 0.005
-    assert rest_seconds(0.002) == pytest.approx(0.018)
-    assert rest_seconds(1.0) == 0.05
 
 
 @both
@@ -112,6 +76,23 @@ async def test_several_events_are_read_at_once(tls: bool) -> None:
             assert driven.kinds == ALL
             assert driven.exchange.take().token_ids.tolist() == list(range(1, count + 1))
     assert reads < count / 2
+
+
+@both
+async def test_a_stream_whose_events_no_rest_would_gather_is_read_at_once(tls: bool) -> None:
+    slow: list[Step] = [head()]
+    for payload in events(4):
+        slow += [chunk(payload), 0.15]
+    async with Replay([*slow, LAST_CHUNK, END], tls=server_tls() if tls else None) as server:
+        sockets = AsyncioSockets(trusting())
+        driver = DirectDriver(sockets)
+        driven = Driven(driver, asked(server.url))
+        await until(lambda: driven.exchange.token_count == 2)
+        assert all(reader.is_reading() for reader in readers(sockets))
+        await until(lambda: driven.exchange.token_count == 3)
+        assert all(reader.is_reading() for reader in readers(sockets))
+        assert await driven.ended() == ALL
+        await driver.aclose()
 
 
 @both
@@ -294,72 +275,3 @@ async def test_a_name_other_than_the_certificates_is_refused() -> None:
         driven = Driven(driver, asked(server.url))
         await driven.ended()
         assert "IP address mismatch" in driven.detail("failed").message
-
-
-# The loop.
-
-
-class Unwatching(asyncio.SelectorEventLoop):
-    """A loop that watches no descriptors for its users."""
-
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]  # generic
-        raise NotImplementedError
-
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
-        raise NotImplementedError
-
-
-def test_a_loop_that_watches_no_descriptors_will_do() -> None:
-    async def run() -> None:
-        async with Replay(WHOLE, tls=server_tls()) as server, driving() as driver:
-            assert await Driven(driver, asked(server.url)).ended() == ALL
-
-    loop = Unwatching()
-    loop.run_until_complete(run())
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
-
-
-def test_a_loop_that_is_closed_without_aclose_leaves_no_descriptor_after_it() -> None:
-    def serve(peer: socket.socket) -> None:
-        read_head(peer)
-        peer.sendall(b"".join(step for step in RUNNING if isinstance(step, bytes)))
-        peer.recv(1)
-
-    async def begin(url: str) -> DirectDriver:
-        driver = DirectDriver(AsyncioSockets())
-        await Driven(driver, asked(url)).comes("first_token")
-        return driver
-
-    files = open_files()
-    for _ in range(5):
-        with warnings.catch_warnings(), serving(serve) as url:
-            warnings.simplefilter("ignore", ResourceWarning)  # asyncio's own, of its transport
-            loop = asyncio.new_event_loop()
-            driver = loop.run_until_complete(begin(url))
-            loop.close()
-            asyncio.run(driver.aclose())
-            del driver
-            gc.collect()
-    assert open_files() == files
-
-
-async def test_what_a_listener_raises_does_not_keep_the_rest_from_being_reported() -> None:
-    heard: list[str] = []
-    reported: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    async with Replay(WHOLE) as server, driving() as driver:
-
-        def listen(kind: str, _: object) -> None:
-            heard.append(kind)
-            if kind == "connected":
-                exchange.send()
-            if kind == "head":
-                raise ZeroDivisionError
-
-        exchange = driver.start(asked(server.url), listen)
-        await until(lambda: "ended" in heard or "failed" in heard)
-        exchange.end()
-    assert heard[:2] == ["connected", "head"]
-    assert heard[-1] == "ended"
-    assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]

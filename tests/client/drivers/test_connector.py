@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -241,9 +242,11 @@ async def test_a_storm_does_not_overrun_the_backlog_of_a_slow_server(soak: bool)
         accepted: list[socket.socket] = []
 
         def accept() -> None:
+            due = time.monotonic()
             while len(accepted) < count:
                 accepted.append(listener.accept()[0])
-                threading.Event().wait(pause)
+                due += pause
+                time.sleep(max(0.0, due - time.monotonic()))
 
         thread = threading.Thread(target=accept)
         thread.start()

@@ -21,24 +21,15 @@ if TYPE_CHECKING:
     from streamfold.client.drivers.sockets import Address, OnEvent, Opened
     from streamfold.client.urls import Origin
 
-__all__ = ["AsyncioSockets", "rest_seconds"]
+__all__ = ["AsyncioSockets"]
 
 _BUFFER_BYTES = 256 << 10
 
 # The connect timeout ends a handshake; asyncio's own limit, 60 s, must not.
 _HANDSHAKE_SECONDS = 86_400.0
 
-_REST_SHARE = 9
 _SHORTEST_REST = 0.005
 _LONGEST_REST = 0.05
-
-
-def rest_seconds(work: float) -> float:
-    """How long connections rest after reads that took ``work`` seconds: so long that reading takes a tenth of a core.
-
-    The events of a stream add up meanwhile, and are read at once.
-    """
-    return min(max(_SHORTEST_REST, _REST_SHARE * work), _LONGEST_REST)
 
 
 class AsyncioSockets:
@@ -195,7 +186,7 @@ class _Reading:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))  # a view, as asyncio's TLS slices it
-        self.rest = ReadRest(self._schedule)
+        self.rest = ReadRest(self._schedule, _SHORTEST_REST, _LONGEST_REST)
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Reading:
@@ -212,7 +203,7 @@ class _Reading:
         self._loop.call_soon(self._begin_rest)
 
     def _begin_rest(self) -> None:
-        self._loop.call_later(rest_seconds(self.rest.work), self.rest.resume)
+        self._loop.call_later(self.rest.seconds, self.rest.resume)
 
 
 # By weak references on both sides: what reads refers to its loop.
