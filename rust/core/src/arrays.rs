@@ -130,9 +130,9 @@ pub(crate) fn base64_length(data: &[u8], text: RawStr) -> Option<usize> {
 
 fn plain(data: &[u8], text: RawStr) -> Cow<'_, [u8]> {
     if text.has_escapes {
-        let mut plain = String::new();
+        let mut plain = Vec::new();
         unescape(text.span.of(data), &mut plain);
-        Cow::Owned(plain.into_bytes())
+        Cow::Owned(plain)
     } else {
         Cow::Borrowed(text.span.of(data))
     }
