@@ -7,17 +7,32 @@ use crate::span::{RawStr, Span};
 /// The offset of the next quote, backslash or control character, or the end.
 #[inline]
 pub(crate) fn plain_end(data: &[u8], mut at: usize) -> usize {
+    let long = at + LONG;
     while let Some(eight) = data.get(at..at + 8) {
         let special = special_bytes(u64::from_le_bytes(eight.try_into().unwrap_or_default()));
         if special != 0 {
             return at + special.trailing_zeros() as usize / 8;
         }
         at += 8;
+        if at >= long {
+            // Base64: a mebibyte takes 0.07 ms instead of 0.15.
+            at += data[at..].as_chunks::<64>().0.iter().take_while(|chunk| is_plain(chunk)).count() * 64;
+        }
     }
     while at < data.len() && !matches!(data[at], b'"' | b'\\' | ..0x20) {
         at += 1;
     }
     at
+}
+
+/// From this many bytes on a string is searched in chunks.
+const LONG: usize = 256;
+
+/// Whether there is no quote, backslash or control character. There is no branch for each byte.
+#[inline]
+fn is_plain(chunk: &[u8; 64]) -> bool {
+    let special = |byte: u8| u8::from(byte < 0x20) | u8::from(byte == b'"') | u8::from(byte == b'\\');
+    chunk.iter().fold(0, |found, &byte| found | special(byte)) == 0
 }
 
 /// Whether all bytes are ASCII.
@@ -130,4 +145,54 @@ pub(crate) fn unescape(raw: &[u8], text: &mut Vec<u8>) {
 /// The text of unescaped characters. The whole event is valid UTF-8, and parts of it are split only at ASCII bytes.
 pub(crate) fn string(text: Vec<u8>) -> String {
     String::from_utf8(text).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_string_ends_at_its_first_special_byte_however_long_it_is() {
+        for length in [0, 1, 7, 8, 9, 255, 256, 257, 300, 500] {
+            let mut data = vec![b'a'; length];
+            assert_eq!(plain_end(&data, 0), length);
+            for (place, special) in (0..length).flat_map(|place| [b'"', b'\\', 0x1F, 0].map(|special| (place, special)))
+            {
+                data[place] = special;
+                assert_eq!(plain_end(&data, 0), place, "{special} in {length}");
+                assert_eq!(plain_end(&data, place / 2), place, "{special} in {length}");
+                data[place] = 0xFF; // no character of a text, and not special
+                assert_eq!(plain_end(&data, 0), length);
+                data[place] = b'a';
+            }
+        }
+    }
+
+    #[test]
+    fn one_byte_that_is_not_ascii_is_found_anywhere() {
+        for length in 0..130 {
+            let mut data = vec![0x7F; length];
+            assert!(is_ascii(&data));
+            for place in 0..length {
+                data[place] = 0x80;
+                assert!(!is_ascii(&data), "{place} of {length}");
+                data[place] = 0;
+            }
+        }
+    }
+
+    #[test]
+    fn a_beginning_is_compared_to_its_last_byte() {
+        let data: Vec<u8> = (0..40).collect();
+        for length in 0..40 {
+            let mut prefix = data[..length].to_vec();
+            assert!(starts_with(&data, &prefix));
+            assert!(length == 0 || !starts_with(&data[..length - 1], &prefix));
+            for place in 0..length {
+                prefix[place] ^= 1;
+                assert!(!starts_with(&data, &prefix), "{place} of {length}");
+                prefix[place] ^= 1;
+            }
+        }
+    }
 }
