@@ -9,6 +9,7 @@ use std::ops::Range;
 use crate::error::{Error, ErrorKind, ParseError};
 use crate::memory::grow;
 use crate::span::MAX_EVENT;
+use crate::text::is_ascii;
 
 const BOM: [u8; 3] = [0xEF, 0xBB, 0xBF];
 const BOM_PAST: usize = BOM.len();
@@ -25,6 +26,8 @@ pub(crate) struct Event<'a> {
     pub data: &'a [u8],
     /// Whether its `event:` line is `error`.
     pub is_error: bool,
+    /// Whether the data is known to be ASCII. It is if it was copied: the copies are looked at while they are near.
+    pub is_ascii: bool,
     origin: Origin<'a>,
 }
 
@@ -86,6 +89,8 @@ pub(crate) struct Framer {
     /// See [`Origin::Lines`]; one entry for each data line of the pending event.
     lines: Vec<(usize, u64)>,
     is_error: bool,
+    /// The number of copied parts of the pending event that are not ASCII.
+    other_parts: usize,
     /// Skip all events but `[DONE]`.
     skips_events: bool,
     /// The offset in the body of the next byte.
@@ -104,6 +109,7 @@ impl Framer {
             data_start: 0,
             lines: Vec::new(),
             is_error: false,
+            other_parts: 0,
             skips_events: false,
             position: 0,
         }
@@ -191,6 +197,7 @@ impl Framer {
         if self.bom < BOM_PAST && matched < read.len() {
             // It was not a byte order mark: these bytes belong to the first line.
             self.line.extend_from_slice(&BOM[..self.bom]);
+            self.other_parts += usize::from(self.bom > 0);
             self.line_offset = base + matched as u64 - self.bom as u64;
             self.bom = BOM_PAST;
         }
@@ -210,7 +217,9 @@ impl Framer {
         if line.is_empty() {
             if let Some(InPlace { start, end }) = in_place.take() {
                 let data = &read[start..end];
-                let event = Event { data, is_error: self.is_error, origin: Origin::Line(base + start as u64) };
+                let is_ascii = is_ascii(data);
+                let event =
+                    Event { data, is_error: self.is_error, is_ascii, origin: Origin::Line(base + start as u64) };
                 self.is_error = false;
                 self.check_size(data.len(), event.offset(0))?;
                 let next = dispatch(&event, on_event)?;
@@ -270,6 +279,7 @@ impl Framer {
         };
         self.skips_events |= next.skips;
         self.is_error = false;
+        self.other_parts = 0;
         self.lines.clear();
         self.data.clear();
         self.data_start = 0;
@@ -286,7 +296,8 @@ impl Framer {
             [(_, start)] => Origin::Line(start),
             _ => Origin::Lines(&self.lines),
         };
-        Some(Event { data: &self.data[self.data_start..], is_error: self.is_error, origin })
+        let data = &self.data[self.data_start..];
+        Some(Event { data, is_error: self.is_error, is_ascii: self.other_parts == 0, origin })
     }
 
     /// Copy a data line to the pending event.
@@ -303,6 +314,7 @@ impl Framer {
         let places = LINE_BYTES * (self.lines.len() - 1);
         self.check_size(self.data.len() - self.data_start + value.len() + places, self.lines[0].1)?;
         reserve(&mut self.data, value.len(), offset)?;
+        self.other_parts += usize::from(!is_ascii(value));
         self.data.extend_from_slice(value);
         Ok(())
     }
@@ -324,6 +336,7 @@ impl Framer {
             return Ok(());
         }
         reserve(&mut self.line, part.len(), self.line_offset)?;
+        self.other_parts += usize::from(!is_ascii(part));
         self.line.extend_from_slice(part);
         // A line with "data" may still continue as "database".
         if let Some(Field::Data(skip @ 5..)) = field(&self.line) {
