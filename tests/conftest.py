@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import os
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,15 @@ import hypothesis
 import pytest
 import uvloop
 
+from streamfold.client.drivers import choose
+from streamfold.client.drivers.direct import DirectDriver
+from support.carriers import ASYNCIO, CARRIERS, HTTPX
 from support.speaking import SPEECHES, VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from support.carriers import Carrier
     from support.speaking import Speech
 
 hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
@@ -46,13 +51,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=hint))
-    items[:] = [item for item in items if not _is_left_out(item)]
+    items[:] = [item for item in items if not _is_left_out(item, soaks=soaking(config))]
 
 
-def _is_left_out(item: pytest.Item) -> bool:
-    """Whether both its loop and its engine are the second ones: each alone is enough."""
+def _is_left_out(item: pytest.Item, *, soaks: bool) -> bool:
+    """Whether more than one of its loop, its engine and its driver are not the first ones: each alone is enough.
+
+    The full counts are for each driver on each loop, and with each engine.
+    """
     values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    return all(any(value is second for value in values) for second in (VLLM, LOOPS["uvloop"]))
+    loop, engine, driver = (
+        any(value is other for value in values for other in others)
+        for others in ((LOOPS["uvloop"],), (VLLM,), (ASYNCIO, HTTPX))
+    )
+    return (loop and engine) or (driver and (loop or engine) and not soaks)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the asynchronous tests of a module that says ``EACH_DRIVER = True`` with each driver."""
+    if getattr(metafunc.module, "EACH_DRIVER", False) and inspect.iscoroutinefunction(metafunc.function):
+        metafunc.parametrize("carrier", CARRIERS, ids=repr, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Carrier | None:
+    """The driver that ``transport="direct"`` stands for, in a module that says ``EACH_DRIVER = True``."""
+    carrier: Carrier | None = getattr(request, "param", None)
+    if carrier is not None:
+        monkeypatch.setattr(choose, "_direct", carrier.make)
+    return carrier
+
+
+@pytest.fixture
+def kept_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are kept for 0.2 s, for tests that wait until all are closed."""
+    defaults = DirectDriver.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "kept_seconds", 0.2)
 
 
 @pytest.hookimpl(optionalhook=True)

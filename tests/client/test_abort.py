@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from support.speaking import Speech
 
 BOTH_LOOPS = True
+EACH_DRIVER = True
 
 EXPERTS = Experts(2, 1)
 drains = pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # vLLM sends no side data with an abort

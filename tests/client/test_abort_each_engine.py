@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from support.speaking import Speech
 
 BOTH_LOOPS = True
+EACH_DRIVER = True
 
 
 # All of them.

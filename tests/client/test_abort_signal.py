@@ -47,7 +47,7 @@ async def test_a_flag_set_between_two_polls_lets_no_request_leave(
     ):
         server.routes[speech.path] = in_turn(server, BUSY, speech.whole)
         call = client.start(PROMPT, ASKED, aborted=flag)
-        await until(lambda: len(server.generates) == 1 and server.open == 0)
+        await until(lambda: client.retried == 1)
         await asyncio.sleep(0.05)  # it is in its pause, after the last poll
         flag.value = True
         generation = await asyncio.wait_for(call, 5)
@@ -142,7 +142,7 @@ async def test_a_host_abort_ends_a_retry_pause_promptly(speech: Speech) -> None:
     async with speech.replay(BUSY) as server:
         async with speech.client(server.url, retries=LATER) as client:
             call = client.start(PROMPT, ASKED, aborted=flag)
-            await until(lambda: server.generates and server.open == 0)
+            await until(lambda: client.retried == 1)
             await asyncio.sleep(0.02)
             flag.value = True
             began = time.monotonic()
@@ -252,7 +252,7 @@ async def test_what_a_flag_raises_in_a_pause_fails_the_call(speech: Speech) -> N
     flag = Flag()
     async with speech.replay(BUSY) as server, speech.client(server.url, retries=LATER) as client:
         call = client.start(PROMPT, ASKED, aborted=flag)
-        await until(lambda: server.generates and server.open == 0)
+        await until(lambda: client.retried == 1)
         await asyncio.sleep(0.02)
         flag.error = KeyError("no such state")
         with pytest.raises(KeyError, match="no such state"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streamfold.loopback.core.reply import Reply
 
 BOTH_LOOPS = True
+EACH_DRIVER = True
 
 # Engines that never notice a disconnect, with responses longer than any test waits for.
 OPTIONS: dict[str, Any] = {"leave_delay": None, "stop_probability": 0, "token_rate": 500, "prefill_delay": 0.003}

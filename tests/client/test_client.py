@@ -241,7 +241,7 @@ async def test_a_burst_of_starts_begins_little_by_little_and_no_try_goes_through
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", watched)
     retries = Retries(tries=2, first=0, longest=0)
     with closed_port() as (_, url):
-        client = speech.client(url, retries=retries)
+        client = speech.client(url, retries=retries, transport="httpx")
         counter = asyncio.ensure_future(count())
         calls = [client.start(PROMPT, ASKED) for _ in range(300)]
         ends = await asyncio.gather(*calls, return_exceptions=True)

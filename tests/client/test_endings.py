@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from support.speaking import Speech, Spoken
 
 BOTH_LOOPS = True
+EACH_DRIVER = True
 
 ONCE = Retries(tries=1)
 

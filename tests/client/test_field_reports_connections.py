@@ -37,16 +37,31 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return plan
 
 
-async def test_a_connection_that_is_reset_as_it_opens_is_worth_another_try_on_every_loop(broken: list[bool]) -> None:
+async def test_a_connection_that_is_reset_as_httpx_opens_it_is_worth_another_try(broken: list[bool]) -> None:
     """MagicStack/uvloop#471, aio-libs/aiohttp#10506: uvloop has no socket any more then, and httpx asks for it."""
     async with Replay(WHOLE) as server:
-        async with Client(server.url, retries=SOON) as client:
+        async with Client(server.url, retries=SOON, transport="httpx") as client:
             broken += [True, True]
             call = client.start(PROMPT, {})
             assert (await call).token_ids.tolist() == [1, 2, 3]
             assert call.tries == 3
-        async with Client(server.url, retries=Retries(tries=1)) as client:
+        async with Client(server.url, retries=Retries(tries=1), transport="httpx") as client:
             broken += [True]
+            with pytest.raises(EngineError) as caught:
+                await client.generate(PROMPT, {})
+            assert caught.value.retryable
+        assert len(server.generates) == 1
+
+
+async def test_a_connection_that_is_reset_as_it_opens_is_worth_another_try_on_every_loop() -> None:
+    async with Replay(WHOLE) as server:
+        async with Client(server.url, retries=SOON) as client:
+            server.resets = 1
+            call = client.start(PROMPT, {})
+            assert (await call).token_ids.tolist() == [1, 2, 3]
+            assert call.tries == 2
+        async with Client(server.url, retries=Retries(tries=1)) as client:
+            server.resets = 1
             with pytest.raises(EngineError) as caught:
                 await client.generate(PROMPT, {})
             assert caught.value.retryable

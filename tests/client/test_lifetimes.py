@@ -7,7 +7,7 @@ import contextlib
 import gc
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -79,6 +79,12 @@ async def test_cancelling_every_task_at_any_step_leaves_no_task_hanging(steps: i
     gc.collect()  # the coroutines that anyio never awaited are reported here, not in a later test
 
 
+def is_of_server(task: asyncio.Task[Any]) -> bool:
+    """Whether it accepts or serves a connection: asyncio itself leaves the socket open if that is cancelled."""
+    name = getattr(task.get_coro(), "__qualname__", "")
+    return name.startswith(("BaseSelectorEventLoop._accept", "Replay.", "StreamReader."))
+
+
 async def cancel_every_task(steps: int) -> None:
     async with Replay(RUNNING) as server:
         client = Client(server.url, limits=Limits(calls=2))
@@ -86,7 +92,7 @@ async def cancel_every_task(steps: int) -> None:
         waiting = [asyncio.ensure_future(client.generate(PROMPT, {}, top_p=True)) for _ in range(3)]
         for _ in range(steps):
             await asyncio.sleep(0)
-        others = asyncio.all_tasks() - before
+        others = {task for task in asyncio.all_tasks() - before if not is_of_server(task)}
         for task in others:
             task.cancel()
         _, hanging = await asyncio.wait(others, timeout=5)

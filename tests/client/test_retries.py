@@ -208,7 +208,9 @@ async def test_a_connect_that_takes_too_long_is_tried_again() -> None:
 async def test_when_the_tries_are_used_up_the_last_error_is_raised_and_says_how_many_there_were(speech: Speech) -> None:
     async with speech.replay() as server, speech.client(server.url, retries=SOON) as client:
         last = answer_json({"error": "down for good"}, 502)
-        server.routes[speech.path] = in_turn(server, [FIN], BUSY, [RST], last)
+        # Closed after it: a kept connection that is reset is no try of its own.
+        busy = answer(b"busy", 503, connection="close")
+        server.routes[speech.path] = in_turn(server, [FIN], busy, [RST], last)
         call = client.start(PROMPT, ASKED)
         with pytest.raises(EngineError, match=r"^down for good \(status 502\), after 4 tries$") as failed:
             await call

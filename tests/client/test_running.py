@@ -126,7 +126,7 @@ async def test_the_registry_follows_a_call_to_its_next_try(speech: Speech) -> No
 async def test_a_call_that_pauses_is_still_there_and_has_no_tokens(speech: Speech) -> None:
     async with speech.replay(BUSY) as server, speech.client(server.url, retries=LATER) as client:
         call = client.start(PROMPT, ASKED)
-        await until(lambda: server.generates and server.open == 0)
+        await until(lambda: client.retried == 1)
         await asyncio.sleep(0.02)
         (running,) = client.running
         assert (running.rid, running.tries, running.token_count, running.tokens_per_second) == (call.rid, 1, 0, 0.0)

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     import ssl
@@ -75,7 +76,10 @@ class Replay:
 
     ``routes`` maps a path (without its query) to steps, or to a function of the request that gives them. By default
     there is no router, aborts are taken, and nothing else is found. It is SGLang's unless other paths are given: see
-    ``speaking``.
+    ``speaking``. With ``uds`` it listens on that path.
+
+    Attributes:
+        resets: so many of the next connections are reset as they open.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Replay:
         generate: Route = (),
         *,
         host: str = "127.0.0.1",
+        uds: str | None = None,
         tls: ssl.SSLContext | None = None,
         routes: Mapping[str, Route] | None = None,
         path: str = "/generate",
@@ -95,12 +100,18 @@ class Replay:
         self.accepted = 0
         self.open = 0
         self.most_open = 0
+        self.resets = 0
         self.aborted: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._host = host
+        self._uds = uds
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
+        if self._uds is not None:
+            self._server = await asyncio.start_unix_server(self._accept, self._uds, backlog=4096)
+            self.url = f"http+unix://{quote(self._uds, safe='')}"
+            return self
         self._server = await asyncio.start_server(self._accept, self._host, ssl=self._tls, backlog=4096)
         self.port: int = self._server.sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -125,21 +136,28 @@ class Replay:
     def aborts(self) -> list[str]:
         return [request.rid for request in self.at(self.abort_path)]
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Called at once: a task that is cancelled before its first step would leave the connection open."""
+        if self.resets:
+            self.resets -= 1
+            _reset(writer)
+            return
         self.accepted += 1
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        try:
-            await self._serve(reader, writer)
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
+        task = asyncio.ensure_future(self._serve_until_closed(reader, writer))
+        self._tasks.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
             self.open -= 1
             self._tasks.discard(task)
             writer.transport.abort()
+
+        task.add_done_callback(end)
+
+    async def _serve_until_closed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await self._serve(reader, writer)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ahead = b""
@@ -176,8 +194,7 @@ class Replay:
                 await request.peer_closed.wait()
                 return False
             elif step == RST:
-                linger = struct.pack("ii", 1, 0)
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                _reset(writer)
                 return False
             elif step == FIN:
                 writer.close()
@@ -197,6 +214,12 @@ async def read_request(reader: asyncio.StreamReader, ahead: bytes = b"") -> Requ
         return None
     method, target, _ = line.split(" ")
     return Request(method, target, headers, body)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.transport.abort()
 
 
 def _note_close(request: Request, watch: asyncio.Future[bytes]) -> None:

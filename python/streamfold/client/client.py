@@ -88,7 +88,7 @@ class Client:
         experts: Experts | None = None,
         vocab_size: int | None = None,
         clamped: Literal["raise", "keep"] = "raise",
-        transport: Literal["direct", "httpx"] | httpx.AsyncBaseTransport = "httpx",
+        transport: Literal["direct", "httpx"] | httpx.AsyncBaseTransport = "direct",
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         if engine not in ENGINES and engine != "auto":
