@@ -52,30 +52,37 @@ both = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 
 @both
-async def test_several_events_are_read_at_once(tls: bool) -> None:
-    count = 400
-    reads = 0
+async def test_several_events_are_read_at_once(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio_sockets, "_SHORTEST_REST", 1.0)
+    monkeypatch.setattr(asyncio_sockets, "_LONGEST_REST", 1.0)
+    second, others, sent = threading.Event(), threading.Event(), threading.Event()
+    chunks = [chunk(payload) for payload in events(10)]
 
     def serve(peer: socket.socket) -> None:
         read_head(peer)
-        peer.sendall(head())
-        for payload in events(count):
-            peer.sendall(chunk(payload))
-            threading.Event().wait(0.0005)
+        peer.sendall(head() + chunks[0])
+        second.wait(30)
+        peer.sendall(chunks[1])
+        others.wait(30)
+        for part in chunks[2:]:
+            peer.sendall(part)
         peer.sendall(chunk(DONE) + LAST_CHUNK)
+        sent.set()
 
     with serving(serve, tls=tls) as url:
-        async with driving() as driver:
-            driven = Driven(driver, asked(url))
-            await driven.comes("first_token")
-            seen = {driven.exchange.token_count}
-            while "ended" not in driven.kinds:
-                await asyncio.sleep(0)
-                seen.add(driven.exchange.token_count)
-            reads = len(seen)
-            assert driven.kinds == ALL
-            assert driven.exchange.take().token_ids.tolist() == list(range(1, count + 1))
-    assert reads < count / 2
+        sockets = AsyncioSockets(trusting())
+        driver = DirectDriver(sockets)
+        driven = Driven(driver, asked(url))
+        await until(lambda: driven.exchange.token_count == 1)
+        second.set()
+        await until(lambda: driven.exchange.token_count == 2)
+        others.set()
+        await asyncio.to_thread(sent.wait)
+        assert driven.exchange.token_count == 2
+        assert not any(reader.is_reading() for reader in readers(sockets))
+        assert await driven.ended() == ALL
+        assert driven.exchange.take().token_ids.tolist() == list(range(1, 11))
+        await driver.aclose()
 
 
 @both

@@ -226,7 +226,8 @@ class Opening:
 
     def _attempt(self, address: Address, *, again: bool) -> None:
         self._pauses.pop(address, None)
-        self._state = "the server does not answer"
+        if not again:  # else that is what the time has gone into
+            self._state = "the server does not answer"
         on_done = partial(self._on_done, address, self._loop.time(), again)
         self._attempts[address] = self._connector.sockets.open(address, self._origin, on_done)
 
