@@ -85,6 +85,7 @@ bench: $(BUILT) $(BENCH_SERVER)  ## Measure against what people run today, and w
 	mv target/RESULTS.md benches/RESULTS.md
 	cat benches/RESULTS.md
 	$(CARGO) bench $(BENCH_PARSERS_ARGS)
+	$(BIN)/python -m benches.experts
 	$(BIN)/python -m benches.instructions
 
 soak: $(BUILT) $(BENCH_SERVER)  ## Run the tests at their full counts (long)

@@ -39,7 +39,7 @@ def reads() -> list[bytes]:
     """Make the body: one token, and the experts of the prompt's tokens."""
     ids = np.random.default_rng(1).integers(0, 128, PROMPT * LAYERS * TOP_K, dtype=np.int32)
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": PROMPT, "completion_tokens": 1}
-    meta |= {"output_token_logprobs": [[-0.5, 5, None]], "routed_experts": base64.b64encode(ids).decode()}
+    meta |= {"output_token_logprobs": [[-0.5, 5, None]], "routed_experts": base64.b64encode(ids.tobytes()).decode()}
     body = b"data: " + json.dumps({"text": "a", "output_ids": [5], "meta_info": meta}).encode() + b"\n\n"
     return [body[start : start + READ] for start in range(0, len(body), READ)]
 
@@ -68,7 +68,8 @@ def by_join(body: list[bytes]) -> Ids:
 
 def _decoded(event: dict[str, Any]) -> Ids:
     raw = pybase64.b64decode(event["meta_info"]["routed_experts"], validate=True)
-    return np.frombuffer(raw, np.int32).copy().reshape(-1, LAYERS, TOP_K)
+    experts: Ids = np.frombuffer(raw, np.int32).copy().reshape(-1, LAYERS, TOP_K)
+    return experts
 
 
 WAYS: Final[dict[str, Callable[[list[bytes]], Ids]]] = {

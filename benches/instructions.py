@@ -23,6 +23,7 @@ STREAMS: Final = {
     "sglang-20": "SGLang, incremental, 20 tokens an event",
     "sglang-1": "SGLang, incremental, 1 token an event",
     "vllm-1": "vLLM, 1 token an event",
+    "chunked-1": "SGLang, 1 token an event, a chunked reply",
 }
 TOKENS: Final = 20_000
 LARGEST_INCREASE: Final = 0.02

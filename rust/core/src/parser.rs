@@ -234,11 +234,9 @@ impl EventDecoder {
         let result = match (valid, dialect) {
             (Err(_), _) if is_late => Ok(()),
             (Err(error), _) => Err(EventError::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8").into()),
-            (Ok(()), DialectDecoder::Sglang(sglang)) => sglang.decode(event.data, event.is_error, options, builder),
-            (Ok(()), DialectDecoder::Vllm(vllm)) if is_late => {
-                vllm.decode_late(event.data, event.is_error, options, builder)
-            }
-            (Ok(()), DialectDecoder::Vllm(vllm)) => vllm.decode(event.data, event.is_error, options, builder),
+            (Ok(()), DialectDecoder::Sglang(sglang)) => sglang.decode(event, options, builder),
+            (Ok(()), DialectDecoder::Vllm(vllm)) if is_late => vllm.decode_late(event, options, builder),
+            (Ok(()), DialectDecoder::Vllm(vllm)) => vllm.decode(event, options, builder),
         };
         result.map_err(|rejection| match rejection {
             Rejection::Invalid(error) => locate(error, event),

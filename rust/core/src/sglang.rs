@@ -28,6 +28,7 @@ pub(crate) use crate::sglang::mode::Mode;
 use crate::sglang::paths::{PROMPT_IDS, PROMPT_TOKENS};
 use crate::sglang::reader::read;
 use crate::side::{Progress, SideData, Version};
+use crate::sse::Event;
 use crate::text::decode;
 
 /// The decoder of one stream.
@@ -50,13 +51,13 @@ impl Sglang {
     /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
     pub(crate) fn decode(
         &mut self,
-        data: &[u8],
-        is_error: bool,
+        event: &Event<'_>,
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
+        let (data, is_error) = (event.data, event.is_error);
         let mut fields = Fields::default();
-        read(data, &mut self.buffers, &mut fields)
+        read(event, &mut self.buffers, &mut fields)
             .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
         if is_error || fields.errors.is_error(data, !fields.meta_info.is_absent()) {
             return Err(fields.errors.engine_error(data).into());

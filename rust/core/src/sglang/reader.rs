@@ -10,16 +10,18 @@ use crate::sglang::buffers::{EventBuffers, Level};
 use crate::sglang::fields::{Fields, Finish, MetaFields};
 use crate::sglang::keys::{EventKey, Key, MetaKey};
 use crate::span::Span;
+use crate::sse::Event;
 use crate::text::name;
 
 /// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
 /// why.
 pub(super) fn read(
-    data: &[u8],
+    event: &Event<'_>,
     buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    let mut reader = Reader { data, cursor: Cursor::new(data), buffers, fields };
+    let data = event.data;
+    let mut reader = Reader { data, cursor: Cursor::with_plain(data, event.plain.clone()), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 

@@ -6,6 +6,7 @@ use crate::json::{Cursor, NotJson, Peek, Result};
 use crate::key_table::{LevelKey, Use};
 use crate::meta::Member;
 use crate::span::Span;
+use crate::sse::Event;
 use crate::text::name;
 use crate::vllm::api::Api;
 use crate::vllm::buffers::{EventBuffers, Level};
@@ -16,12 +17,13 @@ use crate::vllm::logprobs::{next_entries, next_logprobs, next_names};
 /// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
 /// why.
 pub(super) fn read(
-    data: &[u8],
+    event: &Event<'_>,
     api: Api,
     buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    let mut reader = Reader { data, api, cursor: Cursor::new(data), buffers, fields };
+    let data = event.data;
+    let mut reader = Reader { data, api, cursor: Cursor::with_plain(data, event.plain.clone()), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
