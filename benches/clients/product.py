@@ -35,7 +35,7 @@ class Product(StreamClient):
             ssl_context=target.tls(),
         )
         if new_driver is not None:
-            self.client._new_driver = new_driver  # no setting: only measurements choose
+            self.client._new_driver = new_driver  # noqa: SLF001  # no setting: only measurements choose
 
     def start(self, rid: str, tokens: int) -> Call:
         """Start a call."""
