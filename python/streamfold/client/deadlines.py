@@ -27,7 +27,7 @@ class _Entry:
     __slots__ = ("deadline", "when")
 
     def __init__(self, when: float, deadline: Deadline) -> None:
-        self.when = when
+        self.when: float = when
         self.deadline: Deadline | None = deadline
 
     def __lt__(self, other: _Entry) -> bool:

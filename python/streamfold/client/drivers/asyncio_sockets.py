@@ -185,8 +185,8 @@ class _Reading:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.buffer = memoryview(bytearray(_BUFFER_BYTES))  # a view, as asyncio's TLS slices it
-        self.rest = ReadRest(self._schedule, _SHORTEST_REST, _LONGEST_REST)
+        self.buffer: memoryview = memoryview(bytearray(_BUFFER_BYTES))  # a view, as asyncio's TLS slices it
+        self.rest: ReadRest = ReadRest(self._schedule, _SHORTEST_REST, _LONGEST_REST)
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Reading:

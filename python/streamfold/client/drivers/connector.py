@@ -71,7 +71,7 @@ class Connector:
         self.sockets = sockets
         self.make_room = make_room
         self.rate = rate
-        self.reserve = Reserve() if reserve is None else reserve
+        self.reserve: Reserve = Reserve() if reserve is None else reserve
         self.shared: Shared = Shared.of(loop)
 
     def open(self, origin: Origin, timeout: float | None, on_opened: OnOpened, *, is_control: bool) -> Opening:
@@ -108,9 +108,9 @@ class Shared:
     """What all connectors of an event loop share. It lives as long as one of them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.resolver = Resolver(loop)
-        self.turns = Turns(loop)
-        self.descriptors = DescriptorQueue(loop)
+        self.resolver: Resolver = Resolver(loop)
+        self.turns: Turns = Turns(loop)
+        self.descriptors: DescriptorQueue = DescriptorQueue(loop)
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> Shared:

@@ -63,10 +63,10 @@ class DirectExchange:
 
     def __init__(self, owner: Owner, core: Exchange, request: HttpRequest, listener: Listener) -> None:
         # Not the request itself: its body is freed when it has been sent.
-        self.origin = request.origin
-        self.is_control = request.stream is None
-        self.is_fresh = request.fresh
-        self.connect_timeout = request.connect_timeout
+        self.origin: Origin = request.origin
+        self.is_control: bool = request.stream is None
+        self.is_fresh: bool = request.fresh
+        self.connect_timeout: float | None = request.connect_timeout
         self._owner = owner
         self._core = core
         self._listener = listener

@@ -47,7 +47,7 @@ class LoopReactor:
         self.loop = loop
         self.rests = rests
         self.core = Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
-        self.users = 0
+        self.users: int = 0
         self._process = os.getpid()
         self._handlers: dict[int, OnEvent] = {}
         self._events: deque[tuple[int, str, Any]] = deque()
