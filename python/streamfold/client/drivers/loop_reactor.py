@@ -44,9 +44,9 @@ class LoopReactor:
     def __init__(self, loop: asyncio.AbstractEventLoop, rests: tuple[float, float]) -> None:
         if sys.platform != "linux":
             raise NotImplementedError("there is no reactor for this system")
-        self.loop = loop
-        self.rests = rests
-        self.core = Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
+        self.loop: asyncio.AbstractEventLoop = loop
+        self.rests: tuple[float, float] = rests
+        self.core: Reactor = Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
         self.users: int = 0
         self._process = os.getpid()
         self._handlers: dict[int, OnEvent] = {}
