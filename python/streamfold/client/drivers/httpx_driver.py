@@ -217,7 +217,7 @@ class HttpxExchange:
             await self._connection.read(response, self._feed)
         except Exception as error:  # noqa: BLE001  # reported below, unless the terminal event was received
             read_error = error
-        if self._is_rest and (read_error is not None or self._rest_bytes > _REST_BYTES):
+        if self._is_rest and not self._finished and (read_error is not None or self._rest_bytes > _REST_BYTES):
             # The engine may be working on: after an error of its own, only the end of the body says that it is not.
             self._report("failed", _failure(read_error or EngineError("the body goes on behind the last event")))
         if self._parser_failed or self._taken:
