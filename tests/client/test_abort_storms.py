@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BOTH_LOOPS = True
 EACH_DRIVER = True
 
+pytestmark = pytest.mark.usefixtures("kept_briefly")
+
 # Engines that never notice a disconnect, with responses longer than any test waits for.
 OPTIONS: dict[str, Any] = {"leave_delay": None, "stop_probability": 0, "token_rate": 500, "prefill_delay": 0.003}
 WIRES = (

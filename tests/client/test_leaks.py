@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 BOTH_LOOPS = True
 
+pytestmark = pytest.mark.usefixtures("kept_briefly")
+
 SLOTS = 48
 WAYS = ("abort", "abort twice", "cancel", "cancel twice", "cancel generate", "abort and cancel", "finish")
 TLS = DATA / "tls"

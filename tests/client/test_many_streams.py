@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BOTH_LOOPS = True
 
+pytestmark = pytest.mark.usefixtures("kept_briefly")
+
 WIRE = Wire("many", {"incremental": True, "stop_probability": 0, "token_rate": None})
 PARAMS: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
 

@@ -101,6 +101,7 @@ class Replay:
         self.open = 0
         self.most_open = 0
         self.resets = 0
+        self._is_closed = False
         self.aborted: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._host = host
         self._uds = uds
@@ -120,6 +121,9 @@ class Replay:
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
+        self._is_closed = True
+        for _ in range(5):  # connections that asyncio is still accepting
+            await asyncio.sleep(0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -138,6 +142,9 @@ class Replay:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Called at once: a task that is cancelled before its first step would leave the connection open."""
+        if self._is_closed:
+            writer.transport.abort()
+            return
         if self.resets:
             self.resets -= 1
             _reset(writer)

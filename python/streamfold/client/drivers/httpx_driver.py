@@ -113,6 +113,7 @@ class HttpxExchange:
         self._finished = False
         self._body = bytearray()
         self._max_body_bytes = request.max_body_bytes
+        self._unwanted = False  # nothing but the end is reported any more
         self._ended = False
         self.task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._run(request))
         self.task.add_done_callback(self._after_task)
@@ -134,6 +135,7 @@ class HttpxExchange:
 
     def end(self) -> None:
         """Close the connection."""
+        self._unwanted = True
         if not self._ended:
             self._connection.close_soon()
 
@@ -168,7 +170,7 @@ class HttpxExchange:
         self._report("ended", None)
 
     def _report(self, kind: Kind, detail: object) -> None:
-        if self._ended:
+        if self._ended or (self._unwanted and kind != "ended"):
             return
         listener = self._listener
         if kind == "ended":
@@ -220,7 +222,7 @@ class HttpxExchange:
             await self._connection.read(response, self._feed)
         except Exception as error:  # noqa: BLE001  # reported below, unless the terminal event was received
             read_error = error
-        if self._is_rest and (read_error is not None or self._rest_bytes > _REST_BYTES):
+        if self._is_rest and not self._finished and (read_error is not None or self._rest_bytes > _REST_BYTES):
             # The engine may be working on: after an error of its own, only the end of the body says that it is not.
             self._report("failed", _failure(read_error or EngineError("the body goes on behind the last event")))
         if self._parser_failed or self._taken:
