@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from streamfold import Client, DecodeError, EngineError, Limits, Retries, StreamTruncated, Timeouts
-from streamfold.client.drivers.direct import DirectDriver
 from streamfold.client.limits import Slots
 from support.calls import has_ended
 from support.replay import (
@@ -37,7 +36,6 @@ from support.unreachable import closed_port
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from streamfold.client.drivers.base import Exchange, HttpRequest, Listener
     from support.speaking import Speech
 
 BOTH_LOOPS = True
@@ -251,37 +249,6 @@ async def test_a_burst_of_starts_begins_little_by_little_and_no_try_goes_through
         await client.aclose()
     assert {type(end) for end in ends} == {EngineError}
     assert len({id(pool) for pool in pools}) == len(pools) == 600
-    assert max(Counter(begun).values()) <= 2 * 64  # the count moves in the middle of a pass
-
-
-async def test_a_burst_of_starts_begins_little_by_little_with_the_direct_driver(
-    speech: Speech, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = 0
-    begun: list[int] = []
-    start = DirectDriver.start
-
-    def watched(driver: DirectDriver, request: HttpRequest, listener: Listener) -> Exchange:
-        if request.stream is not None:
-            begun.append(passes)
-        return start(driver, request, listener)
-
-    async def count() -> None:
-        nonlocal passes
-        while True:
-            passes += 1
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(DirectDriver, "start", watched)
-    with closed_port() as (_, url):
-        client = speech.client(url, retries=Retries(tries=2, first=0, longest=0))
-        counter = asyncio.ensure_future(count())
-        calls = [client.start(PROMPT, ASKED) for _ in range(300)]
-        ends = await asyncio.gather(*calls, return_exceptions=True)
-        counter.cancel()
-        await client.aclose()
-    assert {type(end) for end in ends} == {EngineError}
-    assert len(begun) == 600
     assert max(Counter(begun).values()) <= 2 * 64  # the count moves in the middle of a pass
 
 

@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.fixture(params=WRONG.values(), ids=WRONG)
+@pytest.fixture(params=WRONG.values(), ids=[*WRONG])
 def wrong(request: pytest.FixtureRequest) -> tuple[dict[str, str], str]:
     name, value, named = request.param
     return {name: value}, named

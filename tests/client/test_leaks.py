@@ -97,9 +97,12 @@ async def storm(client: Client, count: int, seed: int, asked: dict[str, Any]) ->
     await asyncio.gather(*[one() for _ in range(count)])
 
 
-async def leaves_nothing(client: Client, count: int, seed: int, asked: dict[str, Any]) -> None:
-    """A storm, after which tasks, descriptors and slots are as before."""
+async def leaves_nothing(
+    client: Client, count: int, seed: int, asked: dict[str, Any], connections: Callable[[], int]
+) -> None:
+    """A storm, after which tasks, descriptors and slots are as before. ``connections`` counts those of the server."""
     await client.generate(PROMPT, {"max_new_tokens": 1})
+    await until(lambda: connections() == 0)
     assert client._session is not None
     tasks, files = await settled()
 
@@ -120,7 +123,7 @@ async def test_after_a_storm_of_aborts_and_cancels_nothing_is_left(
     tasks = asyncio.all_tasks()
     async with Client(engine.url, limits=Limits(calls=SLOTS), timeouts=Timeouts(drain=0.5)) as client:
         for seed in range(3):
-            await leaves_nothing(client, count // 3, seed, asked)
+            await leaves_nothing(client, count // 3, seed, asked, lambda: engine.stats().open_connections)
         assert (await client.generate(PROMPT, {"max_new_tokens": 5})).finish_reason == "length"
         for _ in range(100):  # an abort takes effect at the engine's next step
             if not (load := await client.load()):
@@ -144,7 +147,7 @@ async def test_after_a_storm_over_tls_nothing_is_left(count: int) -> None:
         )
         trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
         async with Client(server.url, ssl_context=trusting, limits=Limits(calls=SLOTS)) as client:
-            await leaves_nothing(client, count, 0, {})
+            await leaves_nothing(client, count, 0, {}, lambda: server.open)
         await until(lambda: server.open == 0)
 
 
