@@ -238,6 +238,7 @@ class Client:
             raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
         budget = engine.budget(sampling_params)
         payload = engine.payload(ids, sampling_params, options)
+        with_fields((), engine.headers(options.rid))  # a caller's id may be none that a header can hold
         return CallRequest(
             engine=engine,
             base_url=self._base_url,

@@ -181,7 +181,7 @@ class HttpxExchange:
         sent = httpx.Request(
             request.method,
             _url(request),
-            headers=httpx.Headers(list(request.fields)),
+            headers=httpx.Headers([(name.encode(), value.encode("latin-1")) for name, value in request.fields]),
             content=request.body if request.method == "POST" else None,
             extensions={"timeout": {"connect": request.connect_timeout}},
         )
