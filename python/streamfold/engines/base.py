@@ -8,8 +8,7 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from array import array
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -43,8 +42,7 @@ _LARGEST_TOKEN = 2**31 - 1
 ALL_TOKENS = 1 << 30  # a top_k that keeps every token
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(NamedTuple):
     """What a request asks for besides prompt and sampling parameters; the arguments of :meth:`Client.start`."""
 
     rid: str
@@ -205,10 +203,12 @@ def check_finite(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Add the caller's ``extra`` keys to a payload; ValueError for a key that the payload already has."""
-    taken = sorted(payload.keys() & (extra or {}).keys())
+    if not extra:
+        return payload
+    taken = sorted(payload.keys() & extra.keys())
     if taken:
         raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
-    return payload | dict(extra or {})
+    return payload | dict(extra)
 
 
 def read_json(reply: bytes) -> Any:  # noqa: ANN401  # any JSON
