@@ -130,9 +130,7 @@ class DirectExchange:
         if opened is not None:
             opened.connection.end()
             self._owner.closed(opened)
-        if self._state is not _State.ENDED:
-            self._state = _State.ENDED
-            self._listener("ended", None)
+        self._report_end()
 
     def urgent(self) -> None:
         """Read now what has arrived."""
@@ -195,13 +193,21 @@ class DirectExchange:
             self._owner.keep(self.origin, opened)
             self._owner.discard(self)
         # else: it stays open until the caller ends it
+        self._report_end()
+
+    def _report_end(self) -> None:
         if self._state is not _State.ENDED:
             self._state = _State.ENDED
-            self._listener("ended", None)
+            listener, self._listener = self._listener, _ignore  # no circle of references is left
+            listener("ended", None)
 
     def _report(self, kind: Kind, detail: object) -> None:
         if self._state is not _State.ENDED:
             self._listener(kind, detail)
+
+
+def _ignore(_kind: Kind, _detail: object) -> None:
+    """After the end, nothing is reported."""
 
 
 def _headers(fields: Sequence[tuple[str, str]]) -> dict[str, str]:
