@@ -298,7 +298,7 @@ class Attempt:
         """Nothing more is read."""
         self._check_abort = None
         self._responded.set()
-        self._set_phase(None, None)
+        self._phase = None  # the deadline of the last one may pass: it means nothing any more
         self._is_over = True
         if error is None:
             self._on(Event.ENDED)
