@@ -95,10 +95,9 @@ class Attempt:
         self._is_settled = False
         self._told_over = False
         self._is_finished = False  # the terminal event was received
-        # For the abort request, which may have to be repeated. Resolved when that is the case, or headers were received
-        # or never will be.
-        self._when_finished: asyncio.Future[None] | None = None
-        self._when_responded: asyncio.Future[None] | None = None
+        # For the abort request, which may have to be repeated: made when it is sent.
+        self._when_finished: asyncio.Future[None] | None = None  # resolved by the terminal event
+        self._when_responded: asyncio.Future[None] | None = None  # ... once headers were received, or never will be
 
         self._phase: _Phase | None = None
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
@@ -239,7 +238,7 @@ class Attempt:
         self._call_back()
 
     def _call_back(self) -> None:
-        """Call each callback once, when nothing more is done in its event."""
+        """Tell the owner each of the two ends, in their order, once."""
         owner = self._owner
         if owner is None or not self._is_over:
             return

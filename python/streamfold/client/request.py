@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +16,14 @@ if TYPE_CHECKING:
     from streamfold.client.urls import BaseUrl
     from streamfold.engines.base import EngineSpec, RequestOptions
 
-__all__ = ["CallRequest"]
+__all__ = ["CallRequest", "new_rid"]
 
 _MAX_OVERRUN = 256  # tokens past max_new_tokens, after which an engine floods
+
+
+def new_rid() -> str:
+    """A request id that no other call has: 32 random hex digits."""
+    return os.urandom(16).hex()
 
 
 @dataclass(kw_only=True)

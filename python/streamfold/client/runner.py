@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from typing import TYPE_CHECKING
 
 from streamfold.client.limits import check_seconds
+from streamfold.client.request import new_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
@@ -24,16 +24,11 @@ if TYPE_CHECKING:
     from streamfold.client.limits import Retries, Slots
     from streamfold.client.request import CallRequest
 
-__all__ = ["CallRunner", "RetryLog", "new_rid"]
+__all__ = ["CallRunner", "RetryLog"]
 
 _logger = logging.getLogger("streamfold")
 
 _WARN_SECONDS = 60.0
-
-
-def new_rid() -> str:
-    """A request id that no other call has: 32 random hex digits."""
-    return os.urandom(16).hex()
 
 
 class CallRunner:

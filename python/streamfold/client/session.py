@@ -11,7 +11,8 @@ from streamfold.client.control import EngineControl
 from streamfold.client.control_requests import ControlRequests
 from streamfold.client.deadlines import Deadlines
 from streamfold.client.limits import Slots
-from streamfold.client.runner import CallRunner, new_rid
+from streamfold.client.request import new_rid
+from streamfold.client.runner import CallRunner
 
 if TYPE_CHECKING:
     from streamfold.client.abort_signal import AbortSignal
