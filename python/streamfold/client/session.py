@@ -153,7 +153,7 @@ class Session:
     # The keeper: one task for all calls, which have none. Event loops are torn down by cancelling their tasks.
 
     def _start_keeper(self) -> None:
-        self._keeper = self.loop.create_task(self._keep())
+        self._keeper = self.loop.create_task(self._keep(), name="streamfold calls")
         self._keeper.add_done_callback(self._after_keeper)
 
     async def _keep(self) -> None:
