@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
 from streamfold.client.deadlines import Deadline
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from streamfold.client.control import EngineControl
     from streamfold.client.deadlines import Deadlines
     from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, Kind
-    from streamfold.client.limits import Timeouts
     from streamfold.client.request import CallRequest
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "AttemptOwner"]
 
 # After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
 _REST_SECONDS = 1.0
@@ -34,6 +33,19 @@ _ABORT_REPLY_SECONDS = 1.0  # how long an abort waits for the engine's reply bef
 _HURRIED_REPLY_SECONDS = 0.1  # ... and without a drain: engines that see the socket close first may not abort
 
 _Phase = Literal["first_token", "next_token", "rest"]
+
+
+class AttemptOwner(Protocol):
+    """The call that a try belongs to."""
+
+    def check_abort(self) -> bool:
+        """Whether no request may leave any more. Calls :meth:`Attempt.abort` first if a flag of the host says so."""
+
+    def on_over(self) -> None:
+        """Nothing more is sent or read. Called once."""
+
+    def on_settled(self) -> None:
+        """An abort request has been answered too, if one had to be sent. Called once, after :meth:`on_over`."""
 
 
 class Attempt:
@@ -47,7 +59,6 @@ class Attempt:
         driver: carries the request.
         control: sends the abort request.
         deadlines: of the client.
-        timeouts: of the phases.
 
     Attributes:
         error: what it failed with; :meth:`start` does not raise it.
@@ -63,7 +74,6 @@ class Attempt:
         driver: Driver,
         control: EngineControl,
         deadlines: Deadlines,
-        timeouts: Timeouts,
     ) -> None:
         self.rid = rid
         self.error: BaseException | None = None
@@ -72,21 +82,22 @@ class Attempt:
         self._request = request
         self._driver = driver
         self._control = control
-        self._timeouts = timeouts
+        self._timeouts = request.timeouts
         self._generation: Generation | None = None
 
         self._state = State.IDLE
         self._exchange: Exchange | None = None
-        self._check_abort: Callable[[], bool] | None = None
-        self._on_over: Callable[[], object] | None = None
-        self._on_settled: Callable[[], object] | None = None
+        self._owner: AttemptOwner | None = None  # until it has no use for anything more
+        self._has_flag = False
         self._head: Head | None = None
         self._failure: Failure | None = None
         self._is_over = False  # nothing more is sent or read
         self._is_settled = False
-        # For the abort request, which may have to be repeated:
-        self._responded = _Once()  # headers were received, or never will be
-        self._finished = _Once()  # the terminal event was received
+        self._told_over = False
+        self._is_finished = False  # the terminal event was received
+        # For the abort request, which may have to be repeated: made when it is sent.
+        self._when_finished: asyncio.Future[None] | None = None  # resolved by the terminal event
+        self._when_responded: asyncio.Future[None] | None = None  # ... once headers were received, or never will be
 
         self._phase: _Phase | None = None
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
@@ -116,25 +127,16 @@ class Attempt:
         """Whether the connection is being opened."""
         return self._state is State.CONNECTING
 
-    def start(
-        self,
-        *,
-        fresh: bool,
-        check_abort: Callable[[], bool] | None,
-        on_over: Callable[[], object],
-        on_settled: Callable[[], object],
-    ) -> None:
+    def start(self, owner: AttemptOwner, *, fresh: bool, has_flag: bool) -> None:
         """Send the request and read the response to its end. Not after :meth:`abort`.
 
         Args:
+            owner: is told the end, maybe before this returns.
             fresh: whether to use a new connection only.
-            check_abort: whether the call is being aborted. Called right before the request is sent, which does not
-                leave if this is true, and again right after. It calls :meth:`abort` itself. None: only :meth:`abort`
-                says so.
-            on_over: called when nothing more is sent or read, maybe before this returns.
-            on_settled: called after that, when an abort request has been answered, if one had to be sent.
+            has_flag: whether the owner looks at a flag of the host. Its ``check_abort`` is called right before the
+                request is sent, which does not leave if this is true, and again right after.
         """
-        self._check_abort, self._on_over, self._on_settled = check_abort, on_over, on_settled
+        self._owner, self._has_flag = owner, has_flag
         try:
             self._exchange = self._driver.start(self._request.with_rid(self.rid, fresh=fresh), self._listen)
         except Exception as error:  # noqa: BLE001  # raised to those who await the call
@@ -191,24 +193,29 @@ class Attempt:
 
     def _send(self) -> None:
         """Nothing is awaited between the look at the host's flag and the first byte."""
-        check_abort = self._check_abort
-        if self._exchange is None or (check_abort is not None and check_abort()):
+        if self._exchange is None or self._owner is None or (self._has_flag and self._owner.check_abort()):
             return
         self.sent_at = time.monotonic()
         self._on(Event.SENT)
         self._exchange.send()
-        if check_abort is not None:
+        if self._has_flag:
             asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
 
     def _look_for_abort(self) -> None:
-        if self._check_abort is not None:
-            self._check_abort()
+        if self._has_flag and self._owner is not None and not self._is_over:
+            self._owner.check_abort()
 
     def _send_abort(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._when_finished, self._when_responded = finished, responded = loop.create_future(), loop.create_future()
+        if self._is_finished:
+            finished.set_result(None)
+        if self._head is not None or self._is_over:
+            responded.set_result(None)
         sending = self._control.send_abort(
             self.rid,
-            done=self._finished.future(),
-            responded=self._responded.future(),
+            done=finished,
+            responded=responded,
             has_tokens=self.token_count > 0,
         )
         sending.add_done_callback(self._on_abort_answered)
@@ -231,15 +238,16 @@ class Attempt:
         self._call_back()
 
     def _call_back(self) -> None:
-        """Call each callback once, when nothing more is done in its event."""
-        if self._is_over:
-            on_over, self._on_over = self._on_over, None
-            if on_over is not None:
-                on_over()
-            if self._is_settled:
-                on_settled, self._on_settled = self._on_settled, None
-                if on_settled is not None:
-                    on_settled()
+        """Tell the owner each of the two ends, in their order, once."""
+        owner = self._owner
+        if owner is None or not self._is_over:
+            return
+        if not self._told_over:
+            self._told_over = True
+            owner.on_over()
+        if self._is_settled and self._owner is not None:
+            self._owner = None
+            owner.on_settled()
 
     # What the driver reports.
 
@@ -251,9 +259,9 @@ class Attempt:
         self._on(Event.CONNECTED)
 
     def _on_head(self, head: Head) -> None:
-        self._responded.set()
         self._look_for_abort()
         self._head = head
+        _resolve(self._when_responded)
         self._on(head_event(head.status, is_stream=head.is_stream))
 
     def _on_token(self, _: None) -> None:
@@ -261,7 +269,8 @@ class Attempt:
         self._on(Event.FIRST_TOKEN)
 
     def _on_finished(self, _: None) -> None:
-        self._finished.set()
+        self._is_finished = True
+        _resolve(self._when_finished)
         self._on(Event.FINISHED)
 
     def _on_overrun(self, _: None) -> None:
@@ -296,9 +305,8 @@ class Attempt:
 
     def _end(self, error: BaseException | None = None) -> None:
         """Nothing more is read."""
-        self._check_abort = None
-        self._responded.set()
-        self._set_phase(None, None)
+        _resolve(self._when_responded)
+        self._phase = None  # the deadline of the last one may pass: it means nothing any more
         self._is_over = True
         if error is None:
             self._on(Event.ENDED)
@@ -387,23 +395,6 @@ class Attempt:
     }
 
 
-class _Once:
-    """Something that happens once, with a future that is created only if it is awaited."""
-
-    __slots__ = ("_future", "is_set")
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._future: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self.is_set = True
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-    def future(self) -> asyncio.Future[None]:
-        if self._future is None:
-            self._future = asyncio.get_running_loop().create_future()
-            if self.is_set:
-                self._future.set_result(None)
-        return self._future
+def _resolve(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

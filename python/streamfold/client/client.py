@@ -214,7 +214,6 @@ class Client:
         runner = session.runner(
             request,
             None if aborted is None else AbortSignal.of(aborted),
-            timeouts=self._internals.timeouts,
             retries=self._internals.retries,
             retry_log=self._retry_log,
         )
@@ -232,7 +231,7 @@ class Client:
         options: RequestOptions,
         headers: Mapping[str, str] | None,
     ) -> CallRequest:
-        engine = self._internals.engine_spec
+        engine, timeouts = self._internals.engine_spec, self._internals.timeouts
         ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
         if not 0 <= options.experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
@@ -247,8 +246,8 @@ class Client:
             options=options,
             prompt_len=None if ids is None else len(ids),
             budget=budget,
-            drain=self._internals.timeouts.drain if engine.asks_side_data(payload) else 0.0,
-            connect_timeout=self._internals.timeouts.connect,
+            drain=timeouts.drain if engine.asks_side_data(payload) else 0.0,
+            timeouts=timeouts,
             clamped=self._clamped,
             max_event_bytes=self._limits.max_event_bytes,
         )

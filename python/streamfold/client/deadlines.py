@@ -25,20 +25,20 @@ _DEADLINE: Final = 2
 
 
 class Deadlines:
-    """The heap and its timer. Bound to the running event loop."""
+    """The heap and its timer. Bound to the running event loop.
+
+    Attributes:
+        now: gives the time of the event loop.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self.now: Callable[[], float] = loop.time
         self._heap: list[_Entry] = []
         self._numbers = count()
         self._dropped = 0
         self._timer: asyncio.Handle | None = None
         self._fires_at = math.inf
-
-    @property
-    def now(self) -> float:
-        """The time of the event loop."""
-        return self._loop.time()
 
     def add(self, deadline: Deadline, when: float) -> _Entry:
         """Add an entry."""
@@ -113,20 +113,22 @@ class Deadline:
     def set(self, seconds: float | None) -> None:
         """Expire ``seconds`` from now; None: never."""
         self._in_grace = False
-        self._when = math.inf if seconds is None else self._deadlines.now + seconds
-        if self._when < (math.inf if self._entry is None else self._entry[_WHEN]):
-            self._enter(self._when)
-        elif seconds is None:
+        if seconds is None or seconds == math.inf:
+            self._when = math.inf
             self._leave()
+            return
+        self._when = when = self._deadlines.now() + seconds
+        entry = self._entry
+        if entry is None:
+            self._entry = self._deadlines.add(self, when)
+        elif when < entry[_WHEN]:
+            self._deadlines.drop(entry)
+            self._entry = self._deadlines.add(self, when)
 
     def close(self) -> None:
         """Never expire, whatever is set."""
         self.set(None)
         self._expired, self._look = _do_nothing, None
-
-    def _enter(self, when: float) -> None:
-        self._leave()
-        self._entry = self._deadlines.add(self, when)
 
     def _leave(self) -> None:
         entry, self._entry = self._entry, None
@@ -138,7 +140,7 @@ class Deadline:
         self._entry = None
         if now < self._when:
             if self._when < math.inf:
-                self._enter(self._when)
+                self._entry = self._deadlines.add(self, self._when)
         elif self._in_grace:
             self._expired()
         else:
@@ -147,7 +149,7 @@ class Deadline:
                 self._look()
             if self._in_grace and self._entry is None:  # it was not moved
                 self._when = now
-                self._enter(now + _EXPIRY_GRACE)
+                self._entry = self._deadlines.add(self, now + _EXPIRY_GRACE)
 
 
 def _do_nothing() -> None:

@@ -186,8 +186,10 @@ class Slots:
     def request(self) -> asyncio.Future[bool]:
         """Join the queue. The future becomes True when the slot is held; it must then be released."""
         slot = asyncio.get_running_loop().create_future()
-        self._queue[slot] = None
-        self._grant()
+        if self._queue or not (self._free and self._left):
+            self._queue[slot] = None
+        else:
+            self._hold(slot)
         return slot
 
     def release(self) -> None:
@@ -199,11 +201,14 @@ class Slots:
         while self._queue and self._free and self._left:
             slot, _ = self._queue.popitem(last=False)
             if not slot.done():
-                if self._left == self._per_pass:  # the first one of this pass
-                    slot.get_loop().call_soon(self._next_pass)
-                self._free -= 1
-                self._left -= 1
-                slot.set_result(True)
+                self._hold(slot)
+
+    def _hold(self, slot: asyncio.Future[bool]) -> None:
+        if self._left == self._per_pass:  # the first one of this pass
+            slot.get_loop().call_soon(self._next_pass)
+        self._free -= 1
+        self._left -= 1
+        slot.set_result(True)
 
     def _next_pass(self) -> None:
         self._left = self._per_pass

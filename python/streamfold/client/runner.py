@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from typing import TYPE_CHECKING
 
 from streamfold.client.limits import check_seconds
+from streamfold.client.request import new_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
@@ -24,16 +24,11 @@ if TYPE_CHECKING:
     from streamfold.client.limits import Retries, Slots
     from streamfold.client.request import CallRequest
 
-__all__ = ["CallRunner", "RetryLog", "new_rid"]
+__all__ = ["CallRunner", "RetryLog"]
 
 _logger = logging.getLogger("streamfold")
 
 _WARN_SECONDS = 60.0
-
-
-def new_rid() -> str:
-    """A request id that no other call has: 32 random hex digits."""
-    return os.urandom(16).hex()
 
 
 class CallRunner:
@@ -43,7 +38,7 @@ class CallRunner:
 
     Args:
         request: what its tries send.
-        make_attempt: makes the try with that request id.
+        new_attempt: makes a try of it, with a request id.
         retries: how often, and after which pauses, a failed try is repeated.
         slots: limits how many tries run at once.
         registry: the client's calls that have not ended, by the request id of the current try.
@@ -61,7 +56,7 @@ class CallRunner:
     def __init__(
         self,
         request: CallRequest,
-        make_attempt: Callable[[str], Attempt],
+        new_attempt: Callable[[str, CallRequest], Attempt],
         *,
         retries: Retries,
         slots: Slots,
@@ -76,8 +71,8 @@ class CallRunner:
         self.tries: int = 0
         self.error: BaseException | None = None
         self._request = request
-        self._make_attempt = make_attempt
-        self._attempt = make_attempt(request.options.rid)
+        self._new_attempt = new_attempt
+        self._attempt = new_attempt(request.options.rid, request)
         self._unsettled = 0  # tries that were started: one, and those whose kept connection the server had closed
         self._retries = retries
         self._slots = slots
@@ -90,6 +85,7 @@ class CallRunner:
         self._ignore_host: Callable[[], None] | None = None  # ends the watch of the host's flag, after a pause
         self._waiters: list[asyncio.Future[None]] = []
         self._ended_at = math.inf
+        self._slot: asyncio.Future[bool] | None = None
 
     def start(self) -> None:
         """Queue up for a slot. The first request leaves in a later pass of the event loop."""
@@ -166,7 +162,8 @@ class CallRunner:
             self._attempt.end_drain()
             return
         self._is_aborting = True
-        self._slots.leave(self._slot)
+        if self._slot is not None:
+            self._slots.leave(self._slot)
         if self._pause_timer is not None:
             self._end_pause()
             self._end()
@@ -209,13 +206,14 @@ class CallRunner:
     # Its course.
 
     def _queue_up(self) -> None:
-        self._slot = self._slots.request()
-        self._slot.add_done_callback(self._on_slot)
+        self._slot = slot = self._slots.request()
+        slot.add_done_callback(self._on_slot)
 
     def _on_slot(self, slot: asyncio.Future[bool]) -> None:
+        self._slot = None
         if not slot.result():  # it has left the queue
             self._end()
-        elif self._check_abort():
+        elif self.check_abort():
             self._slots.release()
             self._end()
         else:
@@ -226,26 +224,27 @@ class CallRunner:
 
     def _try(self, *, fresh: bool = False) -> None:
         self._unsettled += 1
-        check_abort = None if self._host_abort is None else self._check_abort
-        self._attempt.start(fresh=fresh, check_abort=check_abort, on_over=self._on_over, on_settled=self._on_settled)
+        self._attempt.start(self, fresh=fresh, has_flag=self._host_abort is not None)
 
-    def _on_over(self) -> None:
+    # What the try calls: see AttemptOwner.
+
+    def on_over(self) -> None:
         """Nothing more of the try is sent or read."""
-        if self._attempt.is_stale and not self._check_abort():
+        if self._attempt.is_stale and not self.check_abort():
             # The server had closed a kept connection: the request is sent once more, on a new one. It is no retry.
             self._replace_attempt()
             self._try(fresh=True)
         else:
             self._slots.release()
 
-    def _on_settled(self) -> None:
+    def on_settled(self) -> None:
         """A try waits for nothing any more, not even for the answer to its abort request."""
         self._unsettled -= 1
         if self._unsettled:
             return
         self._attempt.take()
         error = self._attempt.error
-        if self.ended.done() or not self._may_retry(error) or self._check_abort():
+        if self.ended.done() or not self._may_retry(error) or self.check_abort():
             self._end()
             return
         pause = self._retries.pause(self.tries, getattr(error, "retry_after", None))
@@ -255,7 +254,7 @@ class CallRunner:
             self._ignore_host = self._host_abort.subscribe(self.abort_soon, on_error=self._fail)
 
     def _after_pause(self) -> None:
-        if not self._check_abort():  # otherwise that has ended the call
+        if not self.check_abort():  # otherwise that has ended the call
             self._end_pause()
             self._queue_up()
 
@@ -277,10 +276,10 @@ class CallRunner:
     def _replace_attempt(self) -> None:
         """Take a new request id: the engine may still be cleaning up the last one."""
         del self._registry[self.rid]
-        self._attempt = self._make_attempt(new_rid())
+        self._attempt = self._new_attempt(new_rid(), self._request)
         self._registry[self.rid] = self
 
-    def _check_abort(self) -> bool:
+    def check_abort(self) -> bool:
         """Whether no request may leave any more. Reads the host's flag, and aborts the call if it is set."""
         if self._host_abort is not None and not self._is_aborting and not self.ended.done():
             try:

@@ -11,12 +11,13 @@ from streamfold.client.control import EngineControl
 from streamfold.client.control_requests import ControlRequests
 from streamfold.client.deadlines import Deadlines
 from streamfold.client.limits import Slots
-from streamfold.client.runner import CallRunner, new_rid
+from streamfold.client.request import new_rid
+from streamfold.client.runner import CallRunner
 
 if TYPE_CHECKING:
     from streamfold.client.abort_signal import AbortSignal
     from streamfold.client.drivers.base import Driver, Fields
-    from streamfold.client.limits import Retries, Timeouts
+    from streamfold.client.limits import Retries
     from streamfold.client.request import CallRequest
     from streamfold.client.runner import RetryLog
     from streamfold.engines.base import EngineSpec
@@ -96,25 +97,13 @@ class Session:
         request: CallRequest,
         host_abort: AbortSignal | None,
         *,
-        timeouts: Timeouts,
         retries: Retries,
         retry_log: RetryLog,
     ) -> CallRunner:
         """What runs the call of ``request``."""
-
-        def make_attempt(rid: str) -> Attempt:
-            return Attempt(
-                rid,
-                request,
-                driver=self._driver,
-                control=self.control,
-                deadlines=self._deadlines,
-                timeouts=timeouts,
-            )
-
         return CallRunner(
             request,
-            make_attempt,
+            self._new_attempt,
             retries=retries,
             slots=self.slots,
             registry=self.calls,
@@ -122,6 +111,9 @@ class Session:
             retry_log=retry_log,
             on_done=self._on_done,
         )
+
+    def _new_attempt(self, rid: str, request: CallRequest) -> Attempt:
+        return Attempt(rid, request, driver=self._driver, control=self.control, deadlines=self._deadlines)
 
     def start(self, runner: CallRunner) -> None:
         """Start a call."""
@@ -161,7 +153,7 @@ class Session:
     # The keeper: one task for all calls, which have none. Event loops are torn down by cancelling their tasks.
 
     def _start_keeper(self) -> None:
-        self._keeper = self.loop.create_task(self._keep())
+        self._keeper = self.loop.create_task(self._keep(), name="streamfold calls")
         self._keeper.add_done_callback(self._after_keeper)
 
     async def _keep(self) -> None:

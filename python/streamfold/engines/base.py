@@ -251,11 +251,8 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     if len(input_ids) == 0:
         return np.empty(0, np.int32)
     largest = _LARGEST_TOKEN if vocab_size is None else min(_LARGEST_TOKEN, vocab_size - 1)
-    if type(input_ids) is list and type(input_ids[0]) is int:
-        with contextlib.suppress(TypeError, OverflowError):  # the error below says more
-            unsigned = np.frombuffer(array("I", input_ids), np.uint32)  # a third of the time of np.asarray
-            if np.maximum.reduce(unsigned) <= largest:
-                return unsigned.view(np.int32)
+    if type(input_ids) is list and (quick := _from_list(input_ids, largest)) is not None:
+        return quick
     ids = np.asarray(input_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions of {ids.dtype}")
@@ -263,3 +260,14 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     if low < 0 or high > largest:
         raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def _from_list(ids: list[int], largest: int) -> Ids | None:
+    """The array of a list of ids, in a third of the time of ``np.asarray``. None if any of them is invalid."""
+    if type(ids[0]) is not int:  # a bool or an array, which could be taken for an integer
+        return None
+    try:
+        unsigned = np.frombuffer(array("I", ids), np.uint32)
+    except (TypeError, OverflowError):
+        return None
+    return unsigned.view(np.int32) if np.maximum.reduce(unsigned) <= largest else None

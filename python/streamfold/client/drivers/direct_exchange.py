@@ -165,11 +165,11 @@ class DirectExchange:
         if self._may_send:  # the kept connection that it first got was closed by the server
             self.send()
         else:
-            self._report("connected", None)
+            self._listener("connected", None)
 
     def fail(self, failure: Failure) -> None:
         """There is no connection."""
-        self._report("failed", failure)
+        self._listener("failed", failure)
         self.end()
 
     # What the socket layer reports.
@@ -179,13 +179,13 @@ class DirectExchange:
             self._on_ended(is_reusable=detail)
         elif kind == "head":
             status, is_stream, fields = detail
-            self._report("head", Head(status, is_stream, _headers(fields or ())))
+            self._listener("head", Head(status, is_stream, _headers(fields or ())))
         elif kind == "failed":
             number, message, is_unanswered = detail
             cause = ConnectionError(message) if number is None else OSError(number, message)
-            self._report("failed", Failure(message, is_stale=self._reuses and is_unanswered, cause=cause))
+            self._listener("failed", Failure(message, is_stale=self._reuses and is_unanswered, cause=cause))
         else:
-            self._report(kind, detail)  # type: ignore[arg-type]  # the kinds that are the same on both sides
+            self._listener(kind, detail)  # type: ignore[arg-type]  # the kinds that are the same on both sides
 
     def _on_ended(self, *, is_reusable: bool) -> None:
         if is_reusable and not self._aborted and self._opened is not None:
@@ -200,10 +200,6 @@ class DirectExchange:
             self._state = _State.ENDED
             listener, self._listener = self._listener, _ignore  # no circle of references is left
             listener("ended", None)
-
-    def _report(self, kind: Kind, detail: object) -> None:
-        if self._state is not _State.ENDED:
-            self._listener(kind, detail)
 
 
 def _ignore(_kind: Kind, _detail: object) -> None:
