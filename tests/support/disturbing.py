@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from streamfold import Call, Client, Experts, Limits, Retries, Timeouts
 from streamfold.client.attempt import Attempt
 from streamfold.client.attempt_state import Action
+from streamfold.client.runner import CallRunner
 from streamfold.loopback import Faults, Loopback, Router
 from support.leftovers import open_files, settled
 from support.replay import until
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     import pytest
+
+    from streamfold.client.request import CallRequest
 
 SHAPE = Experts(4, 2, 16, "uint8")  # of the engine's model
 TOP_P: dict[str, Any] = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
@@ -197,9 +200,26 @@ class Watched(Client):
         return sum(call.token_count for call in self.calls)
 
 
-def departures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ids of all requests that leave from now on."""
-    left: list[str] = []
+class Departures(list[str]):
+    """The ids of requests that have left.
+
+    Attributes:
+        again: how many may have left once more, as a kept connection was lost: without another try.
+    """
+
+    again = 0
+
+
+def departures(monkeypatch: pytest.MonkeyPatch) -> Departures:
+    """All requests that leave from now on."""
+    left = Departures()
+    run_again = CallRunner._run_again
+
+    async def counted(runner: CallRunner, request: CallRequest) -> None:
+        left.again += 1
+        await run_again(runner, request)
+
+    monkeypatch.setattr(CallRunner, "_run_again", counted)
     send = Attempt._actions[Action.SEND]
 
     def noted(attempt: Attempt) -> None:
