@@ -15,6 +15,8 @@ TEST_JOBS ?= 3
 # The benchmarks' server is a workspace of its own; benches/server.py builds it to the same place.
 BENCH_SERVER_ARGS := --release --locked --manifest-path benches/server/Cargo.toml --target-dir target/bench-server
 BENCH_SERVER := target/bench-server/release/bench-server
+# So is the comparison with other JSON parsers; benches/instructions.py builds to the same place.
+BENCH_PARSERS_ARGS := --locked --manifest-path benches/parsers/Cargo.toml --target-dir target/bench-parsers
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,8 +60,10 @@ lint: $(BUILT)  ## Check formats, lints, types, import layers, complexity, and t
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path rust/fuzz/Cargo.toml --check
 	$(CARGO) fmt --manifest-path benches/server/Cargo.toml --check
+	$(CARGO) fmt --manifest-path benches/parsers/Cargo.toml --check
 	$(CARGO) clippy --workspace --all-targets --locked -- --deny warnings
 	$(CARGO) clippy $(BENCH_SERVER_ARGS) --all-targets -- --deny warnings
+	$(CARGO) clippy $(BENCH_PARSERS_ARGS) --all-targets -- --deny warnings
 	RUSTDOCFLAGS="--deny warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -80,6 +84,9 @@ bench: $(BUILT) $(BENCH_SERVER)  ## Measure against what people run today, and w
 	$(BIN)/python -m benches.report target/bench.json target/transport.md target/scale.md >target/RESULTS.md
 	mv target/RESULTS.md benches/RESULTS.md
 	cat benches/RESULTS.md
+	$(CARGO) bench $(BENCH_PARSERS_ARGS)
+	$(BIN)/python -m benches.experts
+	$(BIN)/python -m benches.instructions
 
 soak: $(BUILT) $(BENCH_SERVER)  ## Run the tests at their full counts (long)
 	PROPTEST_CASES=20000 $(CARGO) test --workspace --locked --release

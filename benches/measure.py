@@ -182,22 +182,15 @@ async def blocked(client: StreamClient, job: Job) -> Figures:
 
 
 async def start(_: StreamClient, job: Job) -> Figures:
-    """What this package's Python costs for a call of one event, with a transport that answers at once."""
+    """What this package's Python costs for a call of one event, with a driver that answers at once."""
     import httpx  # noqa: PLC0415  # only this measurement needs it
 
+    from benches.clients.instant import InstantDriver  # noqa: PLC0415
     from benches.clients.product import Product  # noqa: PLC0415
 
     async with httpx.AsyncClient(trust_env=False) as asked:
         response = await asked.post(job.target.endpoint, json=job.target.payload(_WARM, job.tokens))
-    headers, event = response.headers, response.content
-
-    class Instant(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            del request
-            return httpx.Response(200, headers=headers, stream=httpx.ByteStream(event))
-
-    headers.pop("transfer-encoding", None)
-    instant = Product(job.target, transport=Instant())
+    instant = Product(job.target, new_driver=lambda: InstantDriver(response.content))
     async with instant:
         await instant.read(_WARM, job.tokens)
         with _counted() as figures:

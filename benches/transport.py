@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from benches.clients.base import Target
-from benches.clients.registry import AIOHTTP, AIOHTTP_JSON, BARE, CLIENTS, HTTPX, PRODUCT
+from benches.clients.registry import AIOHTTP, AIOHTTP_JSON, BARE, CLIENTS, HTTPX, PRODUCT, PRODUCT_ON_ASYNCIO
 from benches.environment import described
 from benches.measure import Job, cpus, measure
 from benches.server import ROOT, Pace, serving
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OUT: Final = ROOT / "target" / "transport.md"
 LOOPS: Final[tuple[Literal["asyncio", "uvloop"], ...]] = ("asyncio", "uvloop")
 BOTH: Final[tuple[Literal["burst", "spread"], ...]] = ("burst", "spread")
-ALL: Final = (PRODUCT, HTTPX, AIOHTTP, BARE)
+ALL: Final = (PRODUCT, PRODUCT_ON_ASYNCIO, HTTPX, AIOHTTP, BARE)
 _QUICK_STREAMS: Final = 64
 _QUICK_SECONDS: Final = 0.5
 
@@ -159,12 +159,12 @@ def _aborts(streams: int, tick: float) -> Row:
     )
 
 
-_FEW: Final = {HTTPX: 1 / 10, AIOHTTP: 1 / 2.5, BARE: 1.1}
+_FEW: Final = {HTTPX: 1 / 10, AIOHTTP: 1 / 2.5, BARE: 1.1, PRODUCT_ON_ASYNCIO: 1.0}
 ROWS: Final = [
     _streams(16, 0.02, "event", _FEW),
     _streams(64, 0.02, "event", _FEW),
-    _streams(512, 0.02, "token", {BARE: 1 / 2}),
-    _streams(2048, 0.04, "token", {BARE: 1 / 2}),
+    _streams(512, 0.02, "token", {BARE: 1 / 2, PRODUCT_ON_ASYNCIO: 1 / 2}),
+    _streams(2048, 0.04, "token", {BARE: 1 / 2, PRODUCT_ON_ASYNCIO: 1 / 2}),
     Row(
         name="512 streams, 20 tokens every 100 ms",
         pace=Pace(streams=512, per_event=20, tick=0.1),

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import httpx
-
 from benches.clients.base import Reading, StreamClient, Target
 from streamfold import Client, Limits, Timeouts
+from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
+from streamfold.client.drivers.direct import DirectDriver
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from streamfold import Call
+    from streamfold.client.drivers.base import Driver
 
 
 class Product(StreamClient):
-    """With default settings, but for a limit on calls and a timeout that the largest loads need."""
+    """With default settings, but for a limit on calls and a timeout that the largest loads need.
 
-    def __init__(self, target: Target, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    Args:
+        target: where requests go.
+        new_driver: makes what carries them; None: what the package takes by default.
+    """
+
+    def __init__(self, target: Target, *, new_driver: Callable[[], Driver] | None = None) -> None:
         super().__init__(target)
-        context = target.tls()
-        if context is not None:  # a private authority needs a transport of its own
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-            transport = httpx.AsyncHTTPTransport(verify=context, limits=limits)
         self.client = Client(
             target.url,
             engine=target.engine,
             limits=Limits(calls=8192),
             timeouts=Timeouts(connect=60.0),
-            transport="httpx" if transport is None else transport,
+            ssl_context=target.tls(),
         )
+        if new_driver is not None:
+            self.client._new_driver = new_driver  # noqa: SLF001  # no setting: only measurements choose
 
     def start(self, rid: str, tokens: int) -> Call:
         """Start a call."""
@@ -46,3 +51,10 @@ class Product(StreamClient):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.client.aclose()
+
+
+class ProductOnAsyncio(Product):
+    """The same over transports of asyncio, as for TLS and where there is no reactor."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target, new_driver=lambda: DirectDriver(AsyncioSockets(target.tls())))

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from benches.clients.base import StreamClient, Target
 
 PRODUCT: Final = "streamfold"
+PRODUCT_ON_ASYNCIO: Final = "streamfold on asyncio"
 HTTPX: Final = "httpx lines + json"
 AIOHTTP: Final = "aiohttp + orjson"
 AIOHTTP_JSON: Final = "aiohttp + json"
 BARE: Final = "bare protocol"
 _CLASSES: Final = {
     PRODUCT: ("product", "Product"),
+    PRODUCT_ON_ASYNCIO: ("product", "ProductOnAsyncio"),
     HTTPX: ("httpx_lines", "HttpxLines"),
     AIOHTTP: ("aiohttp_bytes", "AiohttpOrjson"),
     AIOHTTP_JSON: ("aiohttp_bytes", "AiohttpJson"),

@@ -323,11 +323,14 @@ if sys.platform == "linux":
     class Reactor:
         """Sockets to servers, and the exchanges that they carry, below an event loop. Linux only.
 
-        The loop watches two descriptors: when :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`; when
-        :meth:`fileno` is readable, it calls :meth:`sweep`, and rests for as long as that says.
+        The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
+        :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read,
+        :meth:`fileno` is unreadable for a rest after each sweep, so that one read takes several events.
 
         - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
         - ``rest_ceiling``: the longest rest, in seconds.
+        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a
+          core.
 
         Events are tuples ``(connection, kind, payload)``:
 
@@ -342,7 +345,9 @@ if sys.platform == "linux":
         Raises ``OSError`` if there are no descriptors left.
         """
 
-        def __new__(cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05) -> Reactor: ...
+        def __new__(
+            cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05, rest_share: float = 9.0
+        ) -> Reactor: ...
         def fileno(self) -> int:
             """The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`."""
         def urgent_fileno(self) -> int:
@@ -369,11 +374,10 @@ if sys.platform == "linux":
             Returns False if there is no such connection, or if it has carried one before and shows a byte or its end:
             then it is closed, and the exchange can go over another connection.
             """
-        def sweep(self) -> tuple[list[tuple[int, str, Any]], float | None]:
-            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB.
+        def sweep(self) -> list[tuple[int, str, Any]]:
+            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB. Returns the events.
 
-            Returns the events, and the seconds to rest: 0 if sockets are left that have not had their turn, None if
-            nothing was there to read.
+            The descriptor stays readable if sockets are left that have not had their turn.
             """
         def sweep_urgent(self) -> list[tuple[int, str, Any]]:
             """Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.
@@ -391,15 +395,20 @@ if sys.platform == "linux":
 
 @final
 class ReadRest:
-    """Transports that rest after a read, so that the next one finds several events at once.
+    """Lets transports rest after a read, so that the next one finds several events at once.
 
-    ``schedule`` is called once, when the first transport pauses; :meth:`resume` ends the rest of all.
+    - ``schedule``: called once, when the first transport rests: it has to call :meth:`resume` after :attr:`seconds`.
+    - ``shortest``, ``longest``: the bounds of a rest, in seconds.
+
+    A transport whose events come too rarely for a rest to gather them does not rest.
+
+    Raises ``ValueError`` if a bound is negative, or the shortest is longer than the longest.
     """
 
-    def __new__(cls, schedule: Callable[[], object]) -> ReadRest: ...
+    def __new__(cls, schedule: Callable[[], object], shortest: float, longest: float) -> ReadRest: ...
     @property
-    def work(self) -> float:
-        """Seconds from the beginning of the first read since the last rest to the end of the latest one."""
+    def seconds(self) -> float:
+        """Seconds that a rest takes now: nine times the work of the reads since the last one, within the bounds."""
     def resume(self) -> None:
         """Let all transports read again."""
 

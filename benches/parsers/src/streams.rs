@@ -132,3 +132,19 @@ pub fn vllm(count: usize, per_event: usize) -> Vec<u8> {
         .expect("a string takes all");
     body.into_bytes()
 }
+
+/// A reply with this body, each event in a chunk of its own, as uvicorn sends it.
+#[must_use]
+pub fn chunked(body: &[u8]) -> Vec<u8> {
+    let mut reply =
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
+    let mut start = 0;
+    for end in memchr::memmem::find_iter(body, b"\n\n").map(|end| end + 2) {
+        reply.extend_from_slice(format!("{:x}\r\n", end - start).as_bytes());
+        reply.extend_from_slice(&body[start..end]);
+        reply.extend_from_slice(b"\r\n");
+        start = end;
+    }
+    reply.extend_from_slice(b"0\r\n\r\n");
+    reply
+}

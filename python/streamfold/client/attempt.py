@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from streamfold._core import Generation
     from streamfold.client.control import EngineControl
     from streamfold.client.deadlines import Deadlines
-    from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, HttpRequest, Kind
+    from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, Kind
     from streamfold.client.limits import Timeouts
+    from streamfold.client.request import CallRequest
 
 __all__ = ["Attempt"]
 
@@ -34,25 +35,22 @@ _HURRIED_REPLY_SECONDS = 0.1  # ... and without a drain: engines that see the so
 
 _Phase = Literal["first_token", "next_token", "rest"]
 
-_AT_REST = (State.IDLE, State.DONE, State.ABORTED)
-
 
 class Attempt:
     """One request under one request id.
 
-    :meth:`run` is awaited by the call's pump, which is never cancelled. :meth:`abort` ends it early.
+    :meth:`start` is called once. :meth:`abort` ends it early.
 
     Args:
         rid: the request id.
+        request: what is sent under it. Its body is dropped at the first token: it is not sent again.
         driver: carries the request.
         control: sends the abort request.
         deadlines: of the client.
         timeouts: of the phases.
-        nothing: makes the generation of a try that sent no request.
-        on_first_token: called once: the request is not sent again.
 
     Attributes:
-        error: what it failed with; :meth:`run` does not raise it.
+        error: what it failed with; :meth:`start` does not raise it.
         sent_at: by ``time.monotonic()``; infinite until then.
         is_stale: whether a kept connection failed before the first byte of the reply.
     """
@@ -60,33 +58,32 @@ class Attempt:
     def __init__(
         self,
         rid: str,
+        request: CallRequest,
         *,
         driver: Driver,
         control: EngineControl,
         deadlines: Deadlines,
         timeouts: Timeouts,
-        nothing: Callable[[], Generation],
-        on_first_token: Callable[[], object],
     ) -> None:
         self.rid = rid
         self.error: BaseException | None = None
         self.sent_at: float = math.inf
         self.is_stale: bool = False
+        self._request = request
         self._driver = driver
         self._control = control
         self._timeouts = timeouts
-        self._nothing = nothing
-        self._on_first_token = on_first_token
         self._generation: Generation | None = None
 
         self._state = State.IDLE
         self._exchange: Exchange | None = None
-        self._url = ""  # for messages
-        self._check_abort: Callable[[], bool] = _never
+        self._check_abort: Callable[[], bool] | None = None
+        self._on_over: Callable[[], object] | None = None
+        self._on_settled: Callable[[], object] | None = None
         self._head: Head | None = None
         self._failure: Failure | None = None
-        self._over = _Once()  # nothing more is sent or read
-        self._settled = _Once()
+        self._is_over = False  # nothing more is sent or read
+        self._is_settled = False
         # For the abort request, which may have to be repeated:
         self._responded = _Once()  # headers were received, or never will be
         self._finished = _Once()  # the terminal event was received
@@ -119,36 +116,39 @@ class Attempt:
         """Whether the connection is being opened."""
         return self._state is State.CONNECTING
 
-    async def run(self, request: HttpRequest, check_abort: Callable[[], bool]) -> None:
-        """Send ``request`` and read the response to its end. Once, and not after :meth:`abort`.
+    def start(
+        self,
+        *,
+        fresh: bool,
+        check_abort: Callable[[], bool] | None,
+        on_over: Callable[[], object],
+        on_settled: Callable[[], object],
+    ) -> None:
+        """Send the request and read the response to its end. Not after :meth:`abort`.
 
         Args:
-            request: must hold :attr:`rid`.
+            fresh: whether to use a new connection only.
             check_abort: whether the call is being aborted. Called right before the request is sent, which does not
-                leave if this is true, and again right after. It calls :meth:`abort` itself.
+                leave if this is true, and again right after. It calls :meth:`abort` itself. None: only :meth:`abort`
+                says so.
+            on_over: called when nothing more is sent or read, maybe before this returns.
+            on_settled: called after that, when an abort request has been answered, if one had to be sent.
         """
-        self._check_abort = check_abort
-        self._url = request.url
-        self._exchange = self._driver.start(request, self._listen)
-        del request  # the driver frees its body
-        self._on(Event.START)
+        self._check_abort, self._on_over, self._on_settled = check_abort, on_over, on_settled
         try:
-            await self._over.future()
-        except BaseException as error:  # the event loop is torn down
+            self._exchange = self._driver.start(self._request.with_rid(self.rid, fresh=fresh), self._listen)
+        except Exception as error:  # noqa: BLE001  # raised to those who await the call
+            self._end(error)
+        except BaseException as error:  # Rust panicked
             self._end(StreamfoldError(f"the call was interrupted: {error!r}"))
-            self._exchange.end()
             raise
-
-    async def finish(self) -> Generation:
-        """After :meth:`run`: wait until an abort request has been sent, if one has to be; return what was received."""
-        if self._state not in _AT_REST:
-            await asyncio.wait({self._settled.future()})
-        return self.take()
+        else:
+            self._on(Event.START)
 
     def take(self) -> Generation:
         """Return what was received. Nothing more is parsed afterwards."""
         if self._generation is None:
-            self._generation = generation = self._nothing() if self._exchange is None else self._exchange.take()
+            self._generation = generation = self._request.nothing() if self._exchange is None else self._exchange.take()
             if isinstance(self.error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
                 self.error = None  # the terminal event arrived during the abort
         return self._generation
@@ -168,9 +168,13 @@ class Attempt:
         """End an abort's drain, and shorten its wait for the engine's answer."""
         self._on(Event.HASTEN)
 
-    def fail(self, error: BaseException) -> None:
-        """Before or after :meth:`run`: end with ``error``, unless it failed before or is being aborted."""
-        self._fail(Event.FAILED, error)
+    def interrupt(self, error: BaseException) -> None:
+        """Read nothing more, and end with ``error``, unless it failed before or is being aborted."""
+        if self._exchange is None or self._is_over:
+            self._fail(Event.FAILED, error)
+        else:
+            self._end(error)
+            self._exchange.end()
 
     def _fail(self, event: Event, error: BaseException) -> None:
         if self._state not in ABORTING:
@@ -187,15 +191,18 @@ class Attempt:
 
     def _send(self) -> None:
         """Nothing is awaited between the look at the host's flag and the first byte."""
-        if self._exchange is None or self._check_abort():
+        check_abort = self._check_abort
+        if self._exchange is None or (check_abort is not None and check_abort()):
             return
         self.sent_at = time.monotonic()
         self._on(Event.SENT)
         self._exchange.send()
-        asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
+        if check_abort is not None:
+            asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
 
     def _look_for_abort(self) -> None:
-        self._check_abort()
+        if self._check_abort is not None:
+            self._check_abort()
 
     def _send_abort(self) -> None:
         sending = self._control.send_abort(
@@ -216,15 +223,28 @@ class Attempt:
             self._exchange.end()
 
     def _settle(self) -> None:
-        self._set_phase(None, None)
+        self._phase = None
+        self._deadline.close()
         self._stop_abort_timer()
         self._close()  # unless the connection is kept
-        self._settled.set()
+        self._is_settled = True
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Call each callback once, when nothing more is done in its event."""
+        if self._is_over:
+            on_over, self._on_over = self._on_over, None
+            if on_over is not None:
+                on_over()
+            if self._is_settled:
+                on_settled, self._on_settled = self._on_settled, None
+                if on_settled is not None:
+                    on_settled()
 
     # What the driver reports.
 
     def _listen(self, kind: Kind, detail: Any) -> None:  # noqa: ANN401  # each kind has its own
-        if not self._over.is_set:
+        if not self._is_over:
             self._reports[kind](self, detail)
 
     def _on_connected(self, _: None) -> None:
@@ -232,12 +252,12 @@ class Attempt:
 
     def _on_head(self, head: Head) -> None:
         self._responded.set()
-        self._check_abort()
+        self._look_for_abort()
         self._head = head
         self._on(head_event(head.status, is_stream=head.is_stream))
 
     def _on_token(self, _: None) -> None:
-        self._on_first_token()
+        self._request.drop_body()
         self._on(Event.FIRST_TOKEN)
 
     def _on_finished(self, _: None) -> None:
@@ -264,25 +284,27 @@ class Attempt:
             self._end()
 
     def _error_of(self, failure: Failure) -> StreamfoldError:
+        url = self._request.url
         if failure.timed_out:
             limit = f"within {self._timeouts.connect} s (Timeouts.connect)"
             reason = f": {failure.message}" if failure.message else ""
-            error: StreamfoldError = EngineTimeout(f"no connection to {self._url} {limit}{reason}", phase="connect")
+            error: StreamfoldError = EngineTimeout(f"no connection to {url} {limit}{reason}", phase="connect")
         else:
-            error = EngineError(f"no reply from {self._url}: {failure.message}", retryable=failure.retryable)
+            error = EngineError(f"no reply from {url}: {failure.message}", retryable=failure.retryable)
         error.__cause__ = failure.cause
         return error
 
     def _end(self, error: BaseException | None = None) -> None:
         """Nothing more is read."""
-        self._check_abort = _never
+        self._check_abort = None
         self._responded.set()
         self._set_phase(None, None)
-        self._over.set()
+        self._is_over = True
         if error is None:
             self._on(Event.ENDED)
         else:
             self._fail(Event.FAILED, error)
+        self._call_back()
 
     # Timers.
 
@@ -385,7 +407,3 @@ class _Once:
             if self.is_set:
                 self._future.set_result(None)
         return self._future
-
-
-def _never() -> bool:
-    return False

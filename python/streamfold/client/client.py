@@ -213,7 +213,7 @@ class Client:
         request = self._request(input_ids, sampling_params, options, headers)
         runner = session.runner(
             request,
-            AbortSignal.of(aborted),
+            None if aborted is None else AbortSignal.of(aborted),
             timeouts=self._internals.timeouts,
             retries=self._internals.retries,
             retry_log=self._retry_log,
@@ -222,7 +222,7 @@ class Client:
             none = np.empty(0)
             runner.end_with(Generation(none, none if logprobs else None, finish_reason="length"))
         else:
-            session.start(runner, request)
+            session.start(runner)
         return Call(runner)
 
     def _request(

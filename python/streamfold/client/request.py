@@ -63,6 +63,11 @@ class CallRequest:
             "max_event_bytes": self.max_event_bytes,
         }
 
+    @property
+    def url(self) -> str:
+        """The address, for messages."""
+        return f"{self.base_url}{self.engine.path}"
+
     def nothing(self) -> Generation:
         """The generation of a call that has received nothing."""
         return Parser(**self._stream).take()

@@ -7,8 +7,8 @@ import math
 import operator
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from array import array
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -42,8 +42,7 @@ _LARGEST_TOKEN = 2**31 - 1
 ALL_TOKENS = 1 << 30  # a top_k that keeps every token
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(NamedTuple):
     """What a request asks for besides prompt and sampling parameters; the arguments of :meth:`Client.start`."""
 
     rid: str
@@ -204,10 +203,12 @@ def check_finite(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Add the caller's ``extra`` keys to a payload; ValueError for a key that the payload already has."""
-    taken = sorted(payload.keys() & (extra or {}).keys())
+    if not extra:
+        return payload
+    taken = sorted(payload.keys() & extra.keys())
     if taken:
         raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
-    return payload | dict(extra or {})
+    return payload | dict(extra)
 
 
 def read_json(reply: bytes) -> Any:  # noqa: ANN401  # any JSON
@@ -249,11 +250,16 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     """
     if len(input_ids) == 0:
         return np.empty(0, np.int32)
+    largest = _LARGEST_TOKEN if vocab_size is None else min(_LARGEST_TOKEN, vocab_size - 1)
+    if type(input_ids) is list and type(input_ids[0]) is int:
+        with contextlib.suppress(TypeError, OverflowError):  # the error below says more
+            unsigned = np.frombuffer(array("I", input_ids), np.uint32)  # a third of the time of np.asarray
+            if np.maximum.reduce(unsigned) <= largest:
+                return unsigned.view(np.int32)
     ids = np.asarray(input_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions of {ids.dtype}")
     low, high = int(ids.min()), int(ids.max())
-    largest = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
     if low < 0 or high > largest:
         raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
     return np.ascontiguousarray(ids, np.int32)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Vllm", "VllmCompletions"]
 
-# Usage in each event, so that a lost event is detected at the next one.
+# Usage in each event, so that a lost event is detected at the next one, and before an abort. It costs the server CPU.
 _STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 

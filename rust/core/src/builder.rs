@@ -3,14 +3,15 @@
 use crate::generation::Generation;
 use crate::memory::grow;
 use crate::meta::Meta;
-use crate::text::unescape;
+use crate::text::{string, unescape};
 
 /// The text so far.
 ///
 /// In a cumulative stream each event replaces the whole text. It is kept as JSON and decoded only when it is needed.
 #[derive(Default)]
 pub(crate) struct TextBuilder {
-    plain: String,
+    /// UTF-8: it is checked once, at the end, and not at each event.
+    plain: Vec<u8>,
     /// The offset in `plain` where the text of the last event with a text begins.
     last: usize,
     /// The text as a JSON string. If `is_raw`, it replaces `plain`.
@@ -26,8 +27,7 @@ impl TextBuilder {
         if replaces {
             return self.raw.capacity() >= length || grow(&mut self.raw, length);
         }
-        let (room, least) = (self.plain.capacity() - self.plain.len(), length.max(self.plain.len() / 16));
-        room >= length || self.plain.try_reserve_exact(least).is_ok()
+        grow(&mut self.plain, length)
     }
 
     pub(crate) fn append(&mut self, raw: &[u8], has_escapes: bool) {
@@ -37,7 +37,7 @@ impl TextBuilder {
         if has_escapes {
             unescape(raw, &mut self.plain);
         } else {
-            self.plain.push_str(std::str::from_utf8(raw).unwrap_or_default());
+            self.plain.extend_from_slice(raw);
         }
     }
 
@@ -52,7 +52,7 @@ impl TextBuilder {
         self.is_present = true;
         self.is_raw = false;
         self.last = 0;
-        self.plain = text;
+        self.plain = text.into_bytes();
     }
 
     /// The stream was detected to be cumulative: only the last text counts.
@@ -69,12 +69,12 @@ impl TextBuilder {
 
     pub(crate) fn plain(&mut self) -> &str {
         self.decode_raw();
-        &self.plain
+        std::str::from_utf8(&self.plain).unwrap_or_default()
     }
 
     pub(crate) fn take(&mut self) -> Option<String> {
         self.decode_raw();
-        let text = std::mem::take(&mut self.plain);
+        let text = string(std::mem::take(&mut self.plain));
         (self.is_present && !self.is_missing).then_some(text)
     }
 

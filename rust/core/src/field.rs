@@ -96,6 +96,14 @@ impl<T: Copy> Field<T> {
         !matches!(self.value, Value::Absent | Value::Null)
     }
 
+    #[inline]
+    pub(crate) fn as_ref(&self) -> Option<&T> {
+        match &self.value {
+            Value::Is(value) => Some(value),
+            _ => None,
+        }
+    }
+
     pub(crate) fn is_wrong(&self) -> bool {
         matches!(self.value, Value::Wrong)
     }
@@ -215,38 +223,41 @@ impl Cursor<'_> {
         self.next_field(depth, Peek::Object, |_| Ok(Value::Is(())))
     }
 
+    /// A string, into `field`: a field that is returned is written and read in parts of other sizes, which stalls.
     #[inline]
-    pub(crate) fn next_string_field(&mut self, depth: u32) -> Result<Field<RawStr>> {
-        let at = self.at;
-        if self.data.get(at) == Some(&b'"') {
-            return Ok(Field::new(at, Value::Is(self.next_string()?)));
+    pub(crate) fn next_string_field(&mut self, depth: u32, field: &mut Field<RawStr>) -> Result<()> {
+        if self.data.get(self.at) == Some(&b'"') {
+            *field = Field::new(self.at, Value::Absent);
+            field.value = Value::Is(self.next_string()?);
+            return Ok(());
         }
-        self.next_other_string(depth)
+        self.next_other_string(depth, field)
     }
 
     #[cold]
-    #[inline(never)]
-    fn next_other_string(&mut self, depth: u32) -> Result<Field<RawStr>> {
-        self.next_field(depth, Peek::String, |cursor| Ok(Value::Is(cursor.next_string()?)))
+    fn next_other_string(&mut self, depth: u32, field: &mut Field<RawStr>) -> Result<()> {
+        *field = self.next_field(depth, Peek::String, |cursor| Ok(Value::Is(cursor.next_string()?)))?;
+        Ok(())
     }
 
-    #[inline(always)]
-    #[allow(clippy::inline_always, reason = "a field that is returned in memory is read before it is written: 4 %")]
-    pub(crate) fn next_count(&mut self, depth: u32) -> Result<Field<u64>> {
+    /// A count, into `field`.
+    #[inline]
+    pub(crate) fn next_count(&mut self, depth: u32, field: &mut Field<u64>) -> Result<()> {
         let at = self.at;
         if let Some(value) = self.next_plain_integer() {
-            return Ok(Field::new(at, Value::Is(value)));
+            *field = Field::new(at, Value::Is(value));
+            return Ok(());
         }
-        self.next_other_count(depth)
+        self.next_other_count(depth, field)
     }
 
     #[cold]
-    #[inline(never)]
-    fn next_other_count(&mut self, depth: u32) -> Result<Field<u64>> {
-        self.next_field(depth, Peek::Number, |cursor| {
+    fn next_other_count(&mut self, depth: u32, field: &mut Field<u64>) -> Result<()> {
+        *field = self.next_field(depth, Peek::Number, |cursor| {
             let value = cursor.next_number()?.as_integer(u64::from(u32::MAX));
             Ok(value.map_or(Value::Wrong, Value::Is))
-        })
+        })?;
+        Ok(())
     }
 
     pub(crate) fn next_integer(&mut self, depth: u32) -> Result<Field<i64>> {
@@ -293,20 +304,23 @@ impl Cursor<'_> {
         })
     }
 
-    /// An array. `take` takes its elements, of which there is at least one, and the closing bracket.
+    /// An array, into `field`. `take` takes its elements, of which there is at least one, and the closing bracket.
     #[inline]
     pub(crate) fn next_list(
         &mut self,
         depth: u32,
+        field: &mut Field<List>,
         take: impl FnOnce(&mut Self, &mut List) -> Result<()>,
-    ) -> Result<Field<List>> {
-        self.next_field(depth, Peek::Array, |cursor| {
-            let mut list = List::new(cursor.at + 1);
-            if cursor.next_array() {
-                take(cursor, &mut list)?;
-            }
-            Ok(Value::Is(list))
-        })
+    ) -> Result<()> {
+        if self.peek()? != Peek::Array {
+            *field = self.next_field(depth, Peek::Array, |_| Ok(Value::Wrong))?;
+            return Ok(());
+        }
+        *field = Field::new(self.at, Value::Is(List::new(self.at + 1)));
+        match &mut field.value {
+            Value::Is(list) if self.next_array() => take(self, list),
+            _ => Ok(()),
+        }
     }
 
     /// The span of the value just taken. The colon of its key is before `from`.

@@ -7,6 +7,8 @@
 //! until the whole event is valid, and lists of logprobs must be parsed without intermediate values. The input is
 //! UTF-8, which is checked once for the whole event.
 
+use std::ops::Range;
+
 use crate::number::{Number, WHOLE_POWERS_OF_TEN, leading_digits};
 use crate::span::{RawStr, Span};
 use crate::text::{hex4, plain_end};
@@ -42,21 +44,28 @@ pub(crate) struct Cursor<'a> {
     pub at: usize,
     /// The reason of a failure, which is at `at`.
     pub failure: &'static str,
+    /// A range without quotes, backslashes and control characters.
+    plain: Range<usize>,
 }
 
 impl<'a> Cursor<'a> {
     pub(crate) fn new(data: &'a [u8]) -> Self {
-        Self { data, at: 0, failure: "" }
+        Self { data, at: 0, failure: "", plain: 0..0 }
+    }
+
+    /// A cursor that need not look at a range without quotes, backslashes and control characters.
+    pub(crate) fn with_plain(data: &'a [u8], plain: Range<usize>) -> Self {
+        Self { plain, ..Self::new(data) }
     }
 
     /// A cursor at a value that was validated before.
     pub(crate) fn at(data: &'a [u8], value: Span) -> Self {
-        Self { data, at: value.start(), failure: "" }
+        Self { at: value.start(), ..Self::new(data) }
     }
 
     /// A cursor over a value that was validated before.
     pub(crate) fn over(data: &'a [u8], span: Span) -> Self {
-        Self { data: &data[..span.end()], at: span.start(), failure: "" }
+        Self { at: span.start(), ..Self::new(&data[..span.end()]) }
     }
 
     fn byte(&self) -> Option<u8> {
@@ -153,7 +162,7 @@ impl<'a> Cursor<'a> {
         let start = self.at;
         let mut has_escapes = false;
         loop {
-            self.at = plain_end(self.data, self.at);
+            self.at = plain_end(self.data, self.at, &self.plain);
             match self.byte() {
                 Some(b'"') => {
                     let span = Span::new(start, self.at);

@@ -13,7 +13,7 @@ use std::ops::Range;
 use crate::json::{Cursor, Result};
 use crate::key_table::LevelKey;
 use crate::span::Span;
-use crate::text::name as plain_name;
+use crate::text::{name as plain_name, starts_with};
 
 /// Longer values are not kept for comparison.
 const MAX_VALUE_BYTES: usize = 64;
@@ -128,7 +128,7 @@ impl<K: Copy> KeyCache<K> {
                 self.next += 1;
                 return Ok(L::from_key(self.keys[self.next - 1].key));
             }
-            if rest.starts_with(&cached.raw) {
+            if starts_with(rest, &cached.raw) {
                 cursor.at += cached.raw.len();
                 self.next += 1;
                 return Ok(Some(key));

@@ -28,7 +28,7 @@ struct Header {
 /// Decode the base64 of a whole file.
 pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Result<Npy, EventError> {
     let at = text.span.start();
-    let mut bytes: Vec<u8> = base64_array(data, text, None, path)?;
+    let mut bytes: Vec<u8> = base64_array(data, text, None, path, |_| {})?;
     let Header { dtype, shape, end } =
         header(&bytes).map_err(|why| metadata_error(at, path, format!("not a numpy file (.npy): {why}")))?;
     let size = match dtype {

@@ -6,7 +6,6 @@ use crate::generation::{FinishReason, Generation};
 use crate::options::{Dialect, Options};
 use crate::sglang::{Mode, Sglang};
 use crate::sse::{Event, Framer, Next};
-use crate::text::is_ascii;
 use crate::vllm::{Api, Vllm};
 
 /// Parses the response body of one streamed generation.
@@ -229,17 +228,15 @@ impl EventDecoder {
             return Ok(true);
         }
         // Most events are ASCII, and the check for ASCII is ten times faster.
-        let valid = if is_ascii(event.data) { Ok(()) } else { std::str::from_utf8(event.data).map(|_| ()) };
+        let valid = if event.is_ascii { Ok(()) } else { std::str::from_utf8(event.data).map(|_| ()) };
         let is_late = self.is_finished();
         let Self { options, dialect, builder, .. } = self;
         let result = match (valid, dialect) {
             (Err(_), _) if is_late => Ok(()),
             (Err(error), _) => Err(EventError::new(ErrorKind::Utf8, error.valid_up_to(), "", "not UTF-8").into()),
-            (Ok(()), DialectDecoder::Sglang(sglang)) => sglang.decode(event.data, event.is_error, options, builder),
-            (Ok(()), DialectDecoder::Vllm(vllm)) if is_late => {
-                vllm.decode_late(event.data, event.is_error, options, builder)
-            }
-            (Ok(()), DialectDecoder::Vllm(vllm)) => vllm.decode(event.data, event.is_error, options, builder),
+            (Ok(()), DialectDecoder::Sglang(sglang)) => sglang.decode(event, options, builder),
+            (Ok(()), DialectDecoder::Vllm(vllm)) if is_late => vllm.decode_late(event, options, builder),
+            (Ok(()), DialectDecoder::Vllm(vllm)) => vllm.decode(event, options, builder),
         };
         result.map_err(|rejection| match rejection {
             Rejection::Invalid(error) => locate(error, event),

@@ -24,13 +24,13 @@ impl PromptIds {
         self.ids.capacity() * size_of::<i32>() + self.last.held_bytes()
     }
 
-    /// Take the list, inside `depth` containers. If its bytes are those of the last list, it is not parsed again.
+    /// Take the list, inside `depth` containers, into `field`. If its bytes are those of the last list, it is not parsed again.
     #[inline(never)]
-    pub(crate) fn next(&mut self, cursor: &mut Cursor<'_>, depth: u32) -> JsonResult<Field<List>> {
+    pub(crate) fn next(&mut self, cursor: &mut Cursor<'_>, depth: u32, field: &mut Field<List>) -> JsonResult<()> {
         let Self { ids, last } = self;
         let data = cursor.data;
         ids.clear();
-        cursor.next_list(depth, |cursor, list| {
+        cursor.next_list(depth, field, |cursor, list| {
             if let Some((count, end)) = last.matches(data, list.start()).filter(|&(_, end)| data[end] == b']') {
                 list.set(count, count, end);
                 cursor.at = end;

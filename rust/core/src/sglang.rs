@@ -28,6 +28,7 @@ pub(crate) use crate::sglang::mode::Mode;
 use crate::sglang::paths::{PROMPT_IDS, PROMPT_TOKENS};
 use crate::sglang::reader::read;
 use crate::side::{Progress, SideData, Version};
+use crate::sse::Event;
 use crate::text::decode;
 
 /// The decoder of one stream.
@@ -50,13 +51,13 @@ impl Sglang {
     /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
     pub(crate) fn decode(
         &mut self,
-        data: &[u8],
-        is_error: bool,
+        event: &Event<'_>,
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
+        let (data, is_error) = (event.data, event.is_error);
         let mut fields = Fields::default();
-        read(data, &mut self.buffers, &mut fields)
+        read(event, &mut self.buffers, &mut fields)
             .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
         if is_error || fields.errors.is_error(data, !fields.meta_info.is_absent()) {
             return Err(fields.errors.engine_error(data).into());
@@ -92,7 +93,7 @@ impl Sglang {
         checks::types(fields)?;
         let kept = &builder.generation;
         let counted = if options.logprobs { &fields.meta.pairs } else { &fields.output_ids };
-        let list = counted.get();
+        let list = counted.as_ref();
         let is_abort = reason == Some(FinishReason::Abort);
         let counts = Counts {
             fields,
@@ -119,7 +120,7 @@ impl Sglang {
             None
         } else {
             let progress = Progress { kept: kept.token_ids.len(), new: step.new, is_last: reason.is_some() };
-            let len = list.map_or(0, |list| list.len());
+            let len = list.map_or(0, List::len);
             Some(side::read(data, fields, progress, len, options, kept)?)
         };
         let text = fields.text.get().map_or(0, |text| text.span.of(data).len());
@@ -200,19 +201,19 @@ impl Sglang {
     }
 
     /// Remember complete lists by their fingerprints, to recognize them in the next event.
-    fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<List>, step: Step) {
+    fn remember(&mut self, data: &[u8], fields: &Fields, list: Option<&List>, step: Step) {
         let buffers = &mut self.buffers;
-        let is_all = step.first + step.new == list.map_or(0, |list| list.len())
+        let is_all = step.first + step.new == list.map_or(0, List::len)
             && (step.shape == Shape::Whole
                 || (step.shape == Shape::Delta && self.mode == Mode::Unknown && step.new > 0));
         if self.mode == Mode::Incremental {
             buffers.pairs_prefix.clear();
             buffers.ids_prefix.clear();
         } else if is_all {
-            if let Some(list) = fields.meta.pairs.get() {
+            if let Some(list) = fields.meta.pairs.as_ref() {
                 buffers.pairs_prefix.remember(data, list.start(), list.end(), list.len(), list.known());
             }
-            match fields.output_ids.get() {
+            match fields.output_ids.as_ref() {
                 Some(list) => buffers.ids_prefix.remember(data, list.start(), list.end(), list.len(), list.known()),
                 None => buffers.ids_prefix.clear(),
             }

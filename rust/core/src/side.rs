@@ -120,27 +120,37 @@ impl ExpertShape {
     }
 }
 
-/// Ids are less than the number of experts. -1 marks a row that the engine padded.
-pub(crate) fn check_range(
-    ids: &RoutedExperts,
+/// The range of expert ids: they are less than the number of experts, and -1 marks a row that the engine padded.
+pub(crate) struct ExpertRange {
     num_experts: Option<u32>,
-    at: usize,
-    path: &'static str,
-) -> Result<(), EventError> {
-    let limit = num_experts.map_or(i64::MAX, i64::from);
-    let is_bad = |id: i64| id >= limit || id < -1;
-    let bad = match ids {
-        RoutedExperts::Int32(ids) => ids.iter().map(|&id| i64::from(id)).find(|&id| is_bad(id)),
-        RoutedExperts::Uint8(ids) => ids.iter().map(|&id| i64::from(id)).find(|&id| is_bad(id)),
-        RoutedExperts::Uint16(ids) => ids.iter().map(|&id| i64::from(id)).find(|&id| is_bad(id)),
-    };
-    match bad {
-        None => Ok(()),
-        Some(id) => {
-            let limit = num_experts
-                .map_or_else(|| "ids must be at least -1".to_owned(), |limit| format!("there are {limit} experts"));
-            Err(metadata_error(at, path, format!("found expert {id}, but {limit}; check the dtype of Experts")))
+    /// The first id that is outside.
+    outside: Option<i32>,
+}
+
+impl ExpertRange {
+    pub(crate) fn new(num_experts: Option<u32>) -> Self {
+        Self { num_experts, outside: None }
+    }
+
+    /// Look at the next ids.
+    pub(crate) fn add<T: Copy + Into<i32>>(&mut self, ids: &[T]) {
+        let limit = self.num_experts.unwrap_or(1 << 31);
+        let is_outside = |id: i32| id.wrapping_add(1).cast_unsigned() > limit;
+        // A block at a time, without a branch for each id.
+        let mut blocks = ids.chunks(1024);
+        let found = |block: &&[T]| block.iter().fold(false, |found, &id| found | is_outside(id.into()));
+        if let (None, Some(block)) = (self.outside, blocks.find(found)) {
+            self.outside = block.iter().map(|&id| id.into()).find(|&id| is_outside(id));
         }
+    }
+
+    /// No id was outside.
+    pub(crate) fn check(&self, at: usize, path: &'static str) -> Result<(), EventError> {
+        let Some(id) = self.outside else { return Ok(()) };
+        let limit = self
+            .num_experts
+            .map_or_else(|| "ids must be at least -1".to_owned(), |limit| format!("there are {limit} experts"));
+        Err(metadata_error(at, path, format!("found expert {id}, but {limit}; check the dtype of Experts")))
     }
 }
 

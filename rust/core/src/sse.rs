@@ -4,11 +4,18 @@
 //! ordinary bytes. Each byte is searched once. An event inside one read is passed on without a copy; only events that
 //! reads split are copied.
 
+mod event;
+mod field;
+
 use std::ops::Range;
 
 use crate::error::{Error, ErrorKind, ParseError};
 use crate::memory::grow;
 use crate::span::MAX_EVENT;
+use crate::sse::event::Origin;
+pub(crate) use crate::sse::event::{Event, Next};
+use crate::sse::field::{Field, field};
+use crate::text::{is_ascii, is_plain};
 
 const BOM: [u8; 3] = [0xEF, 0xBB, 0xBF];
 const BOM_PAST: usize = BOM.len();
@@ -16,53 +23,11 @@ const BOM_PAST: usize = BOM.len();
 /// Bytes of a line that suffice to recognize `event: error` and `data: [DONE]`.
 const STUB: usize = 16;
 
+/// Shorter parts of a line are not looked at for [`Event::plain`].
+const PLAIN_BYTES: usize = 4096;
+
 /// The memory for each further data line of an event besides its bytes: its entry in [`Origin::Lines`].
 const LINE_BYTES: usize = size_of::<(usize, u64)>();
-
-/// One event.
-pub(crate) struct Event<'a> {
-    /// The values of its `data:` lines, joined with LF.
-    pub data: &'a [u8],
-    /// Whether its `event:` line is `error`.
-    pub is_error: bool,
-    origin: Origin<'a>,
-}
-
-impl Event<'_> {
-    /// The offset in the body of the byte at `index` of the data.
-    pub(crate) fn offset(&self, index: usize) -> u64 {
-        match self.origin {
-            Origin::Line(start) => start + index as u64,
-            Origin::Lines(lines) => {
-                let line = lines.partition_point(|&(first, _)| first <= index).saturating_sub(1);
-                let (first, start) = lines[line];
-                start + (index - first) as u64
-            }
-        }
-    }
-}
-
-/// What becomes of the bytes behind an event.
-#[derive(Clone, Copy)]
-pub(crate) struct Next {
-    /// All later events but `[DONE]` are skipped.
-    pub skips: bool,
-    /// The rest of the read is not taken.
-    pub pauses: bool,
-}
-
-impl Next {
-    /// The next event is read.
-    const READ: Self = Self { skips: false, pauses: false };
-}
-
-#[derive(Clone, Copy)]
-enum Origin<'a> {
-    /// The offset in the body of the only data line.
-    Line(u64),
-    /// For each data line: its offset in the data and in the body.
-    Lines(&'a [(usize, u64)]),
-}
 
 /// A complete data line in the current read that has not been copied.
 struct InPlace {
@@ -86,6 +51,11 @@ pub(crate) struct Framer {
     /// See [`Origin::Lines`]; one entry for each data line of the pending event.
     lines: Vec<(usize, u64)>,
     is_error: bool,
+    /// The number of copied parts of the pending event that are not ASCII.
+    other_parts: usize,
+    /// The longest range of the pending event's first data line without quotes, backslashes and control characters, in
+    /// `line`, then in `data`.
+    plain: Range<usize>,
     /// Skip all events but `[DONE]`.
     skips_events: bool,
     /// The offset in the body of the next byte.
@@ -104,6 +74,8 @@ impl Framer {
             data_start: 0,
             lines: Vec::new(),
             is_error: false,
+            other_parts: 0,
+            plain: 0..0,
             skips_events: false,
             position: 0,
         }
@@ -191,6 +163,7 @@ impl Framer {
         if self.bom < BOM_PAST && matched < read.len() {
             // It was not a byte order mark: these bytes belong to the first line.
             self.line.extend_from_slice(&BOM[..self.bom]);
+            self.other_parts += usize::from(self.bom > 0);
             self.line_offset = base + matched as u64 - self.bom as u64;
             self.bom = BOM_PAST;
         }
@@ -210,7 +183,9 @@ impl Framer {
         if line.is_empty() {
             if let Some(InPlace { start, end }) = in_place.take() {
                 let data = &read[start..end];
-                let event = Event { data, is_error: self.is_error, origin: Origin::Line(base + start as u64) };
+                let is_ascii = is_ascii(data);
+                let origin = Origin::Line(base + start as u64);
+                let event = Event { data, is_error: self.is_error, is_ascii, plain: 0..0, origin };
                 self.is_error = false;
                 self.check_size(data.len(), event.offset(0))?;
                 let next = dispatch(&event, on_event)?;
@@ -256,6 +231,9 @@ impl Framer {
             None if self.line.is_empty() => return self.dispatch_pending(on_event),
             None => {}
         }
+        if self.lines.is_empty() {
+            self.plain = 0..0;
+        }
         self.line.clear();
         Ok(Next::READ)
     }
@@ -270,6 +248,8 @@ impl Framer {
         };
         self.skips_events |= next.skips;
         self.is_error = false;
+        self.other_parts = 0;
+        self.plain = 0..0;
         self.lines.clear();
         self.data.clear();
         self.data_start = 0;
@@ -286,7 +266,9 @@ impl Framer {
             [(_, start)] => Origin::Line(start),
             _ => Origin::Lines(&self.lines),
         };
-        Some(Event { data: &self.data[self.data_start..], is_error: self.is_error, origin })
+        let data = &self.data[self.data_start..];
+        let plain = self.plain.start.saturating_sub(self.data_start)..self.plain.end.saturating_sub(self.data_start);
+        Some(Event { data, is_error: self.is_error, is_ascii: self.other_parts == 0, plain, origin })
     }
 
     /// Copy a data line to the pending event.
@@ -303,6 +285,7 @@ impl Framer {
         let places = LINE_BYTES * (self.lines.len() - 1);
         self.check_size(self.data.len() - self.data_start + value.len() + places, self.lines[0].1)?;
         reserve(&mut self.data, value.len(), offset)?;
+        self.other_parts += usize::from(!is_ascii(value));
         self.data.extend_from_slice(value);
         Ok(())
     }
@@ -324,6 +307,8 @@ impl Framer {
             return Ok(());
         }
         reserve(&mut self.line, part.len(), self.line_offset)?;
+        self.other_parts += usize::from(!is_ascii(part));
+        self.note_plain(part);
         self.line.extend_from_slice(part);
         // A line with "data" may still continue as "database".
         if let Some(Field::Data(skip @ 5..)) = field(&self.line) {
@@ -336,6 +321,20 @@ impl Framer {
         Ok(())
     }
 
+    /// Note that a long part of the line is plain, as that of a long string is: while it is in the cache, a look takes
+    /// little.
+    fn note_plain(&mut self, part: &[u8]) {
+        if part.len() < PLAIN_BYTES || !self.lines.is_empty() || !is_plain(part) {
+            return;
+        }
+        let (start, end) = (self.line.len(), self.line.len() + part.len());
+        if self.plain.end == start {
+            self.plain.end = end;
+        } else if self.plain.len() < part.len() {
+            self.plain = start..end;
+        }
+    }
+
     fn check_size(&self, size: usize, offset: u64) -> Result<(), Error> {
         if size <= self.max_event_bytes || self.skips_events {
             return Ok(());
@@ -344,30 +343,6 @@ impl Framer {
             offset,
             format!("the event is larger than {} bytes; raise max_event_bytes", self.max_event_bytes),
         ))
-    }
-}
-
-enum Field {
-    /// A data line, and the index of its value.
-    Data(usize),
-    /// An event line, and whether it is `error`.
-    Event(bool),
-}
-
-/// The field of a line. None: other fields and comments, which are skipped.
-fn field(line: &[u8]) -> Option<Field> {
-    if let Some(value) = line.strip_prefix(b"data") {
-        return match value {
-            [] => Some(Field::Data(4)),
-            [b':', b' ', ..] => Some(Field::Data(6)),
-            [b':', ..] => Some(Field::Data(5)),
-            _ => None,
-        };
-    }
-    match line.strip_prefix(b"event")? {
-        [] => Some(Field::Event(false)),
-        [b':', b' ', value @ ..] | [b':', value @ ..] => Some(Field::Event(value == b"error")),
-        _ => None,
     }
 }
 

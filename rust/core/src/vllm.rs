@@ -19,6 +19,7 @@ use crate::generation::{FinishReason, Matched};
 use crate::options::Options;
 use crate::prompt_ids::PromptIds;
 use crate::side::{Progress, SideData, Version};
+use crate::sse::Event;
 use crate::text::{decode, name};
 pub(crate) use crate::vllm::api::Api;
 use crate::vllm::buffers::EventBuffers;
@@ -45,13 +46,13 @@ impl Vllm {
     /// Decode one event and apply it completely, or not at all. Its data is UTF-8.
     pub(crate) fn decode(
         &mut self,
-        data: &[u8],
-        is_error: bool,
+        event: &Event<'_>,
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
+        let (data, is_error) = (event.data, event.is_error);
         let mut fields = Fields::default();
-        read(data, self.api, &mut self.buffers, &mut fields)
+        read(event, self.api, &mut self.buffers, &mut fields)
             .map_err(|(at, why)| EventError::new(ErrorKind::Json, at, "", format!("not JSON: {why}")))?;
         if is_error || fields.errors.is_error(data, !fields.choices.is_absent()) {
             return Err(fields.errors.engine_error(data).into());
@@ -65,13 +66,13 @@ impl Vllm {
     /// the number of prompt tokens. All other events are ignored.
     pub(crate) fn decode_late(
         &mut self,
-        data: &[u8],
-        is_error: bool,
+        event: &Event<'_>,
         options: &Options,
         builder: &mut GenerationBuilder,
     ) -> Result<(), Rejection> {
+        let (data, is_error) = (event.data, event.is_error);
         let mut fields = Fields::default();
-        let is_read = read(data, self.api, &mut self.buffers, &mut fields).is_ok();
+        let is_read = read(event, self.api, &mut self.buffers, &mut fields).is_ok();
         if is_read && !is_error && !fields.errors.is_error(data, true) && fields.choices.get() == Some(0) {
             self.check_and_apply(data, &fields, None, options, builder)?;
         } else {

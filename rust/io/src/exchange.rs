@@ -55,9 +55,6 @@ pub struct Exchange {
     max_reply_bytes: usize,
     /// The bytes of the body behind the last event of the stream.
     rest_bytes: usize,
-    /// Whether the last event is an error that the engine reports. Then only the end of the body says that the engine
-    /// works on the request no more.
-    has_engine_error: bool,
 }
 
 impl Exchange {
@@ -80,7 +77,6 @@ impl Exchange {
             reply: Reply::default(),
             max_reply_bytes,
             rest_bytes: 0,
-            has_engine_error: false,
         }
     }
 
@@ -224,7 +220,7 @@ impl Exchange {
     /// The next part of the body of a reply that is no stream.
     fn keep(&mut self, data: &[u8], events: &mut Vec<Event>) {
         if !self.reply.keep(data, self.max_reply_bytes) {
-            self.end_body(false, events);
+            self.interrupt(ProtocolError::ReplyTooLarge(self.max_reply_bytes).into(), events);
         }
     }
 
@@ -248,7 +244,6 @@ impl Exchange {
                 if self.state != State::Rest {
                     self.go(Signal::LastEvent);
                 }
-                self.has_engine_error = true;
                 events.push(Event::DecodeError(error));
             }
             Some(error) => {
@@ -267,7 +262,7 @@ impl Exchange {
         if part.len() <= room || self.state.is_over() {
             return;
         }
-        if self.has_engine_error {
+        if self.has_engine_error() {
             self.interrupt(ProtocolError::RestTooLarge(MAX_REST_BYTES).into(), events);
         } else {
             self.end_body(false, events);
@@ -310,12 +305,16 @@ impl Exchange {
 
     /// The body broke off, or goes on too long.
     fn interrupt(&mut self, failure: Failure, events: &mut Vec<Event>) {
+        if self.stream.is_none() {
+            // What there is of it may look like a whole reply.
+            return self.fail(failure, events);
+        }
         if let Some(error) = self.close_body(events) {
             self.go(Signal::Fail);
             events.push(Event::Failed { failure, is_unanswered: false });
             events.extend([Event::DecodeError(error), Event::Ended { reusable: false }]);
             self.release();
-        } else if self.has_engine_error && !self.is_aborted && !self.state.is_over() {
+        } else if self.has_engine_error() && !self.is_aborted && !self.state.is_over() {
             self.go(Signal::Fail);
             events.push(Event::Failed { failure, is_unanswered: false });
             events.push(Event::Ended { reusable: false });
@@ -323,6 +322,12 @@ impl Exchange {
         } else if !self.state.is_over() {
             self.end(false, events);
         }
+    }
+
+    /// Whether the last event is an error that the engine reports. Then only the end of the body says that the engine
+    /// works on the request no more.
+    fn has_engine_error(&self) -> bool {
+        self.stream.as_ref().is_some_and(Stream::has_engine_error)
     }
 
     /// Nothing more comes of the body: report what that makes of it; an error is returned.

@@ -2,7 +2,8 @@
 //!
 //! [`Exchange`] is an HTTP/1.1 client as a state machine, one for each try of a request: it writes the request, reads
 //! the head and the framing of the reply, and feeds a stream to [`streamfold_core::Parser`]. It does no IO and has no
-//! clock. A driver moves the bytes. [`Shared`] is an exchange that a driver and its caller use from different threads.
+//! clock. A driver moves the bytes. [`Shared`] is an exchange that a driver and its caller use from different threads. The module
+//! `reactor`, for Linux, is what a driver over plain sockets is made of.
 //!
 //! # Example
 //!
@@ -74,7 +75,7 @@
 //! | interim replies (1xx) | 16; 101 none | [`Event::Failed`] |
 //! | chunk extensions, trailers | 16 KiB each | [`Event::Failed`] |
 //! | body behind the last event of a stream | 64 KiB | [`Event::Ended`], not reusable; before it [`Event::Failed`] if that event is an error |
-//! | body of a reply that is no stream | 64 KiB, or [`Expected::Body`]'s | [`Event::Refused`], [`Event::Ended`], not reusable |
+//! | body of a reply that is no stream | 64 KiB, or [`Expected::Body`]'s | [`Event::Refused`], or [`Event::Failed`] with [`Expected::Body`]; [`Event::Ended`], not reusable |
 //! | tokens of a stream | 256 more than `max_new_tokens`, or [`streamfold_core::Options::token_limit`] | [`Event::Overrun`], [`Event::Ended`], not reusable |
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 

@@ -8,6 +8,7 @@ mod generation;
 mod options;
 mod parser;
 mod protocol;
+mod py_socket;
 #[cfg(target_os = "linux")]
 mod reactor;
 mod read_rest;

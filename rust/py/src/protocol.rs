@@ -1,6 +1,5 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pyo3::exceptions::PyOSError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -10,7 +9,8 @@ use streamfold_io::{Event, Input, Shared, State};
 
 use crate::event::convert;
 use crate::exchange::Exchange;
-use crate::read_rest::ReadRest;
+use crate::py_socket;
+use crate::read_rest::{Habit, ReadRest};
 
 /// A transport copies what it can't send at once.
 const MAX_WRITE_BYTES: usize = 256 << 10;
@@ -46,6 +46,7 @@ struct Inner {
     /// While busy.
     carried: Option<Carried>,
     is_write_paused: bool,
+    habit: Habit,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -97,7 +98,7 @@ impl ConnectionProtocol {
         on_event: Py<PyAny>,
     ) -> PyResult<Option<Vec<PyEvent<'py>>>> {
         let phase = self.lock().phase;
-        if !matches!(phase, Phase::New | Phase::Kept) || (phase == Phase::Kept && self.shows_anything(py)) {
+        if !matches!(phase, Phase::New | Phase::Kept) || (phase == Phase::Kept && self.shows_anything(py)?) {
             self.end(py)?;
             return Ok(None);
         }
@@ -105,6 +106,7 @@ impl ConnectionProtocol {
         {
             let mut inner = self.lock();
             inner.carried = Some(Carried { exchange: Arc::clone(&shared), on_event, is_aborted: false });
+            inner.habit = Habit::default();
             inner.phase = Phase::Busy;
         }
         let mut events = Vec::new();
@@ -144,8 +146,7 @@ impl ConnectionProtocol {
             carried.exchange.unpin();
         }
         let Some(socket) = socket else { return Ok(()) };
-        // A forked child may still hold the socket: only this tells the server. It fails if the server was faster.
-        ignore_os_error(py, socket.call_method1(py, intern!(py, "shutdown"), (2,)).map(drop))?;
+        py_socket::shut_down(socket.bind(py))?;
         let is_aborted = transport.is_some_and(|transport| transport.call_method0(py, intern!(py, "abort")).is_ok());
         if !is_aborted {
             socket.call_method0(py, intern!(py, "close"))?; // the loop is closed
@@ -170,7 +171,7 @@ impl ConnectionProtocol {
         let part = self.buffer.bind(py).get_item(PySlice::new(py, 0, nbytes.try_into()?, 1))?;
         let part = py.get_type::<PyBytes>().call1((part,))?.cast_into::<PyBytes>()?;
         self.receive(py, &carried, part.as_bytes())?;
-        self.rest_if_ordinary(py)
+        self.rest_if_ordinary(py, nbytes)
     }
 
     fn eof_received(&self, py: Python<'_>) -> PyResult<bool> {
@@ -191,8 +192,13 @@ impl ConnectionProtocol {
         let left = {
             let mut inner = self.lock();
             inner.phase = Phase::Over;
-            (inner.socket.take(), inner.transport.take(), inner.carried.take(), inner.reader.take())
+            (inner.transport.take(), inner.reader.take(), inner.socket.take(), inner.carried.take())
         };
+        if let (Some(transport), Some(reader)) = (&left.0, &left.1)
+            && !transport.is(reader)
+        {
+            transport.call_method0(py, intern!(py, "close"))?; // one with TLS does not know yet (Python 3.10)
+        }
         drop(left);
         result
     }
@@ -305,13 +311,14 @@ impl ConnectionProtocol {
     }
 
     /// Let the connection rest after a read from a stream, unless somebody waits for what comes.
-    fn rest_if_ordinary(&self, py: Python<'_>) -> PyResult<()> {
+    fn rest_if_ordinary(&self, py: Python<'_>, bytes: usize) -> PyResult<()> {
+        let should_rest = self.rest.get().finish(bytes, &mut self.lock().habit);
         let (Some(carried), Some(reader)) = (self.carried(py), self.reader(py)) else { return Ok(()) };
         let state = carried.exchange.state();
         let is_ordinary = carried.exchange.expects_stream()
             && !carried.is_aborted
             && matches!(state, State::Head | State::Waiting | State::Streaming | State::Rest);
-        if is_ordinary { self.rest.get().pause(&reader) } else { Ok(()) }
+        if should_rest && is_ordinary { self.rest.get().pause(&reader) } else { Ok(()) }
     }
 
     /// The connection broke, or was closed by the transport.
@@ -321,34 +328,29 @@ impl ConnectionProtocol {
             && let Some(socket) = self.object(py, |inner| &inner.socket)
         {
             // A transport gives up when writing fails, but the server may have replied before it closed.
-            while let Ok(part) = socket.call_method1(intern!(py, "recv"), (MAX_WRITE_BYTES,)) {
-                let part = part.cast_into::<PyBytes>()?;
-                if part.as_bytes().is_empty() {
-                    break;
-                }
+            while let Some(part) = py_socket::receive(&socket, MAX_WRITE_BYTES)? {
                 self.receive(py, carried, part.as_bytes())?;
             }
         }
         if self.carried(py).is_none() {
             return Ok(());
         }
-        self.input(py, carried, Input::Reset(errno(py, error)?))
+        self.input(py, carried, Input::Reset(py_socket::errno(error)?))
     }
 
-    /// Nothing is carried: bytes, or the end, of a connection that waits for its next exchange. It is of no use now.
+    /// Nothing is carried. A connection that waits for its next exchange is of no use after this; one that is open until
+    /// its caller ends it, is read no further.
     fn on_stray_input(&self, py: Python<'_>) -> PyResult<()> {
         let phase = self.lock().phase;
-        if matches!(phase, Phase::New | Phase::Kept) { self.end(py) } else { Ok(()) }
+        match (phase, self.reader(py)) {
+            (Phase::New | Phase::Kept, _) => self.end(py),
+            (_, Some(reader)) => reader.call_method0(intern!(py, "pause_reading")).map(drop),
+            (_, None) => Ok(()),
+        }
     }
 
-    /// Whether the server has closed the connection or sent a byte that was not read yet.
-    fn shows_anything(&self, py: Python<'_>) -> bool {
-        const MSG_PEEK: i32 = 2;
-        let Some(socket) = self.object(py, |inner| &inner.socket) else { return true };
-        match socket.call_method1(intern!(py, "recv"), (1, MSG_PEEK)) {
-            Ok(_) => true,
-            Err(error) => !error.is_instance_of::<pyo3::exceptions::PyBlockingIOError>(py),
-        }
+    fn shows_anything(&self, py: Python<'_>) -> PyResult<bool> {
+        self.object(py, |inner| &inner.socket).map_or(Ok(true), |socket| py_socket::shows_anything(&socket))
     }
 
     fn has_tls(&self, py: Python<'_>) -> bool {
@@ -383,18 +385,4 @@ impl ConnectionProtocol {
 fn monotonic(py: Python<'_>) -> PyResult<f64> {
     static CLOCK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     CLOCK.import(py, "time", "monotonic")?.call0()?.extract()
-}
-
-/// The errno of an error of a transport. Those of TLS have numbers of their own.
-fn errno(py: Python<'_>, error: &Bound<'_, PyAny>) -> PyResult<i32> {
-    static TLS_ERROR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    if error.is_instance(TLS_ERROR.import(py, "ssl", "SSLError")?)? {
-        return py.import("errno")?.getattr("EPROTO")?.extract();
-    }
-    let number = error.getattr_opt("errno")?.and_then(|number| number.extract().ok());
-    number.map_or_else(|| py.import("errno")?.getattr("ECONNRESET")?.extract(), Ok)
-}
-
-fn ignore_os_error(py: Python<'_>, result: PyResult<()>) -> PyResult<()> {
-    result.or_else(|error| if error.is_instance_of::<PyOSError>(py) { Ok(()) } else { Err(error) })
 }

@@ -1,3 +1,4 @@
+use std::io;
 use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -19,11 +20,13 @@ type Inner = streamfold_io::reactor::Reactor;
 
 /// Sockets to servers, and the exchanges that they carry, below an event loop. Linux only.
 ///
-/// The loop watches two descriptors: when :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`; when
-/// :meth:`fileno` is readable, it calls :meth:`sweep`, and rests for as long as that says.
+/// The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
+/// :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read, :meth:`fileno` is
+/// unreadable for a rest after each sweep, so that one read takes several events.
 ///
 /// - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
 /// - ``rest_ceiling``: the longest rest, in seconds.
+/// - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a core.
 ///
 /// Events are tuples ``(connection, kind, payload)``:
 ///
@@ -40,7 +43,6 @@ type Inner = streamfold_io::reactor::Reactor;
 pub(crate) struct Reactor {
     /// Its lock is never held while waiting for the interpreter, nor waited for while attached. None: closed.
     inner: Mutex<Option<Inner>>,
-    pace: Pace,
     /// The process that made it. In a forked child, the lock may be held by a thread that is not there.
     process: u32,
 }
@@ -48,11 +50,11 @@ pub(crate) struct Reactor {
 #[pymethods]
 impl Reactor {
     #[new]
-    #[pyo3(signature = (*, rest_floor=0.005, rest_ceiling=0.05))]
-    fn new(py: Python<'_>, rest_floor: f64, rest_ceiling: f64) -> PyResult<Self> {
-        let inner = Inner::new().map_err(|error| os_error(py, &error))?;
-        let pace = Pace::new(rest_floor, rest_ceiling);
-        Ok(Self { inner: Mutex::new(Some(inner)), pace, process: std::process::id() })
+    #[pyo3(signature = (*, rest_floor=0.005, rest_ceiling=0.05, rest_share=9.0))]
+    fn new(py: Python<'_>, rest_floor: f64, rest_ceiling: f64, rest_share: f64) -> PyResult<Self> {
+        let inner =
+            Inner::new(Pace::new(rest_floor, rest_ceiling, rest_share)).map_err(|error| os_error(py, &error))?;
+        Ok(Self { inner: Mutex::new(Some(inner)), process: std::process::id() })
     }
 
     /// The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`.
@@ -97,21 +99,19 @@ impl Reactor {
         self.with(py, |reactor| reactor.start(id, exchange, monotonic())).unwrap_or(false)
     }
 
-    /// Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB.
+    /// Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB. Returns the events.
     ///
-    /// Returns the events, and the seconds to rest: 0 if sockets are left that have not had their turn, None if nothing
-    /// was there to read.
-    fn sweep<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Option<f64>)> {
-        let (reports, swept) = self.sweep_lane(py, Lane::Ordinary)?;
-        let rest = if swept.is_bounded { 0.0 } else { self.pace.rest(swept.seconds) };
-        Ok((events(py, reports)?, (swept.turns > 0).then_some(rest)))
+    /// The descriptor stays readable if sockets are left that have not had their turn.
+    fn sweep<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let reports = self.sweep_lane(py, Lane::Ordinary)?;
+        events(py, reports)
     }
 
     /// Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.
     ///
     /// The descriptor stays readable if sockets are left that have not had their turn.
     fn sweep_urgent<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let (reports, _) = self.sweep_lane(py, Lane::Urgent)?;
+        let reports = self.sweep_lane(py, Lane::Urgent)?;
         events(py, reports)
     }
 
@@ -137,7 +137,7 @@ impl Reactor {
 
     /// Close a connection now, for the server as well. No event follows. Idempotent.
     fn end(&self, py: Python<'_>, connection: u64) {
-        self.with(py, |reactor| reactor.end(ConnectionId::from_u64(connection)));
+        drop(self.with(py, |reactor| reactor.end(ConnectionId::from_u64(connection))));
     }
 
     /// Close all connections and the polls. The loop must not watch the descriptors any more. Idempotent.
@@ -188,7 +188,7 @@ impl Reactor {
     fn open(
         &self,
         py: Python<'_>,
-        connect: impl FnOnce(&mut Inner) -> std::io::Result<ConnectionId> + Send,
+        connect: impl FnOnce(&mut Inner) -> io::Result<ConnectionId> + Send,
     ) -> PyResult<u64> {
         match self.with(py, connect) {
             Some(Ok(id)) => Ok(id.as_u64()),
@@ -197,41 +197,45 @@ impl Reactor {
         }
     }
 
-    fn sweep_lane(&self, py: Python<'_>, lane: Lane) -> PyResult<(Vec<Report>, Swept)> {
+    fn sweep_lane(&self, py: Python<'_>, lane: Lane) -> PyResult<Vec<Report>> {
         let mut reports = Vec::new();
-        let mut swept = Swept::default();
-        let mut is_first = true;
-        let limits = Limits::default();
-        if let Some(mut guard) = self.try_lock() {
-            let Some(reactor) = guard.as_mut() else { return Ok((reports, swept)) };
-            is_first = false;
-            if reactor.look(lane).map_err(|error| os_error(py, &error))? <= MAX_ATTACHED_SOCKETS {
-                let small = Limits { bytes: MAX_ATTACHED_BYTES, ..limits };
-                swept = reactor.sweep(lane, small, monotonic, &mut reports).map_err(|error| os_error(py, &error))?;
-                if !swept.is_bounded || swept.seconds >= limits.seconds {
-                    return Ok((reports, swept));
-                }
+        let small = Limits { bytes: MAX_ATTACHED_BYTES, ..Limits::default() };
+        let attached = self.try_lock().map(|mut guard| -> io::Result<Option<Swept>> {
+            let Some(reactor) = guard.as_mut() else { return Ok(None) };
+            if reactor.look(lane)? > MAX_ATTACHED_SOCKETS {
+                return Ok(Some(Swept { is_bounded: true, ..Swept::default() }));
             }
-        }
-        let left =
-            Limits { seconds: limits.seconds - swept.seconds, bytes: limits.bytes - swept.bytes.min(limits.bytes) };
-        let later = py.detach(|| {
+            let swept = reactor.sweep(lane, small, monotonic, &mut reports);
+            let is_over = !swept.is_bounded || swept.seconds >= small.seconds;
+            if is_over {
+                pause(reactor, lane, &swept)?;
+            }
+            Ok(Some(swept).filter(|_| !is_over))
+        });
+        let Some(swept) =
+            attached.unwrap_or_else(|| Ok(Some(Swept::default()))).map_err(|error| os_error(py, &error))?
+        else {
+            return Ok(reports);
+        };
+        py.detach(|| -> io::Result<()> {
             let mut guard = self.lock();
-            let Some(reactor) = guard.as_mut() else { return Ok(Swept::default()) };
-            if is_first {
+            let Some(reactor) = guard.as_mut() else { return Ok(()) };
+            if !swept.is_bounded {
                 reactor.look(lane)?;
             }
-            reactor.sweep(lane, left, monotonic, &mut reports)
-        });
-        let later = later.map_err(|error| os_error(py, &error))?;
-        swept = Swept {
-            turns: swept.turns + later.turns,
-            bytes: swept.bytes + later.bytes,
-            seconds: swept.seconds + later.seconds,
-            is_bounded: later.is_bounded,
-        };
-        Ok((reports, swept))
+            let limits = Limits::default();
+            let left =
+                Limits { seconds: limits.seconds - swept.seconds, bytes: limits.bytes.saturating_sub(swept.bytes) };
+            let later = reactor.sweep(lane, left, monotonic, &mut reports);
+            pause(reactor, lane, &swept.then(later))
+        })
+        .map_err(|error| os_error(py, &error))?;
+        Ok(reports)
     }
+}
+
+fn pause(reactor: &mut Inner, lane: Lane, swept: &Swept) -> io::Result<()> {
+    if lane == Lane::Ordinary { reactor.pause(swept, monotonic()) } else { Ok(()) }
 }
 
 fn events(py: Python<'_>, reports: Vec<Report>) -> PyResult<Bound<'_, PyList>> {
@@ -248,7 +252,7 @@ fn events(py: Python<'_>, reports: Vec<Report>) -> PyResult<Bound<'_, PyList>> {
 }
 
 /// As Python's own sockets raise it: with the errno, and of the class that belongs to it.
-fn os_error(py: Python<'_>, error: &std::io::Error) -> PyErr {
+fn os_error(py: Python<'_>, error: &io::Error) -> PyErr {
     let Some(errno) = error.raw_os_error() else { return PyOSError::new_err(error.to_string()) };
     let message = py.import("os").and_then(|os| os.call_method1("strerror", (errno,))).map(Bound::unbind);
     message.map_or_else(|failure| failure, |message| PyOSError::new_err((errno, message)))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import math
-import ssl
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from streamfold.client.drivers.direct import DirectDriver
 from streamfold.errors import DecodeError, StreamTruncated
 from support.driving import Driven, asked, told
 from support.leftovers import open_files, settled
-from support.paths import DATA
+from support.peers import server_tls, trusting
 from support.replay import (
     END,
     FIN,
@@ -37,6 +36,7 @@ from support.replay import (
 )
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator
 
 BOTH_LOOPS = True
@@ -44,17 +44,10 @@ BOTH_LOOPS = True
 ALL = ["connected", "head", "first_token", "finished", "ended"]
 
 
-def server_tls() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(DATA / "tls" / "cert.pem", DATA / "tls" / "key.pem")
-    return context
-
-
 @contextlib.asynccontextmanager
 async def driving(**options: Any) -> AsyncIterator[DirectDriver]:
     """A driver that trusts the tests' certificate."""
-    trusting = ssl.create_default_context(cafile=DATA / "tls" / "cert.pem")
-    driver = DirectDriver(AsyncioSockets(trusting), **options)
+    driver = DirectDriver(AsyncioSockets(trusting()), **options)
     try:
         yield driver
     finally:

@@ -8,22 +8,19 @@ import errno
 import gc
 import os
 import resource
+import select
 import socket
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conftest import LOOPS
 from streamfold import _core
-from streamfold.client.drivers.descriptors import Reserve
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.client.drivers.reactor import ReactorSockets
 from streamfold.client.drivers.sockets import Address
 from streamfold.client.urls import BaseUrl
 from support.driving import Driven, asked, told
-from support.leftovers import open_files, settled
 from support.replay import (
     DONE,
     END,
@@ -182,6 +179,45 @@ async def test_a_handler_that_raises_disturbs_nobody_else(driver: DirectDriver) 
         exchange.end()
 
 
+def test_the_descriptor_is_unreadable_during_a_rest() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    for rest, is_over in ((0.001, True), (3600.0, False)):
+        reactor = _core.Reactor(rest_floor=rest, rest_ceiling=rest)
+        connection = reactor.connect(*listener.getsockname())
+        server, _ = listener.accept()
+        assert readable(reactor.urgent_fileno())
+        assert reactor.sweep_urgent() == [(connection, "opened", 0)]
+        exchange = _core.Exchange.stream(_core.RequestHead("POST", "/", "a"), b"{}", "sglang")
+        assert reactor.start(connection, exchange)
+        assert not readable(reactor.fileno(), 0)
+        server.sendall(head())
+        assert readable(reactor.fileno())
+        assert reactor.sweep() == [(connection, "head", (200, True, None))]
+        server.sendall(chunk(event([1], 1)))
+        assert readable(reactor.fileno(), 30 if is_over else 0.1) == is_over
+        assert reactor.read_now(connection) == [(connection, "first_token", None)]
+        assert exchange.token_count == 1
+        reactor.close()
+        server.close()
+    listener.close()
+
+
+def readable(descriptor: int, seconds: float = 30) -> bool:
+    return bool(select.select([descriptor], [], [], seconds)[0])
+
+
+async def test_the_body_of_a_request_is_freed_when_the_reply_begins(driver: DirectDriver) -> None:
+    body = bytearray(b"x" * 100_000)
+    sent = bytes(body)
+    before = sys.getrefcount(sent)
+    async with Replay(stream(*events(2, finish=None), end=HANG), routes={"/b": answer(b"")}) as server:
+        driven = Driven(driver, asked(server.url, body=sent))
+        await driven.comes("first_token")
+        gc.collect()
+        assert sys.getrefcount(sent) == before
+        driven.exchange.end()
+
+
 # Connections.
 
 
@@ -266,144 +302,3 @@ async def test_tls_is_refused() -> None:
     with pytest.raises(ValueError, match="TLS"):
         sockets.open(at(1), BaseUrl.parse("https://engine").origin, lambda _: None)
     sockets.close()
-
-
-# Ends.
-
-
-async def test_a_loop_has_one_reactor_that_its_last_user_closes() -> None:
-    async with Replay(stream(*events(2, finish=None), end=HANG)) as server:
-        _, files = await settled()
-        first, second = DirectDriver(ReactorSockets()), DirectDriver(ReactorSockets())
-        assert open_files() <= files + 2, "two polls"
-        driven = [Driven(each, asked(server.url)) for each in (first, second)]
-        for each in driven:
-            await each.comes("first_token")
-        await first.aclose()
-        assert driven[0].kinds[-1] == "ended"
-        assert "ended" not in driven[1].kinds
-        await second.aclose()
-        await second.aclose()
-        await until(lambda: server.open == 0)
-        assert open_files() <= files
-
-
-async def test_the_loop_watches_the_next_owner_of_a_descriptor() -> None:
-    sockets = ReactorSockets()
-    before = descriptors()
-    sockets.close()
-    heard = asyncio.Event()
-    pairs = [socket.socketpair() for _ in range(4)]
-    assert {sock.fileno() for pair in pairs for sock in pair} & before, "the numbers are used again"
-    loop = asyncio.get_running_loop()
-    for ours, theirs in pairs:
-        heard.clear()
-        for sock, other in ((ours, theirs), (theirs, ours)):
-            sock.setblocking(False)
-            loop.add_reader(sock.fileno(), heard.set)
-            other.send(b"x")
-            await asyncio.wait_for(heard.wait(), 30)
-            loop.remove_reader(sock.fileno())
-    for sock in (sock for pair in pairs for sock in pair):
-        sock.close()
-
-
-def close_loops_early(count: int, new_loop: Any, port: int, kept: list[DirectDriver] | None = None) -> None:
-    async def leave() -> None:
-        driver = DirectDriver(ReactorSockets(), reserve=Reserve(0))
-        if kept is not None:
-            kept.append(driver)
-        driven = Driven(driver, asked(f"http://127.0.0.1:{port}"))
-        await driven.comes("head")
-
-    for _ in range(count):
-        loop = new_loop()
-        loop.run_until_complete(leave())
-        loop.close()
-
-
-@pytest.mark.parametrize("new_loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("is_kept", [False, True], ids=["dropped", "kept"])
-def test_loops_closed_without_aclose_leave_no_descriptor(new_loop: Any, is_kept: bool) -> None:
-    reply = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
-    accepted: list[socket.socket] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-
-    def serve() -> None:
-        for _ in range(101):
-            sock, _ = listener.accept()
-            sock.recv(65536)
-            sock.sendall(reply)
-            accepted.append(sock)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    close_loops_early(1, new_loop, port)  # uvloop's first loop leaves some of its own
-    gc.collect()
-    before = open_files() - 1  # the server's side
-    kept: list[DirectDriver] | None = [] if is_kept else None
-    close_loops_early(100, new_loop, port, kept)
-    server.join()
-    for sock in accepted:
-        sock.close()
-    gc.collect()
-    if kept is not None:
-        # The next use of a reactor closes those of closed loops.
-        async def use() -> None:
-            await DirectDriver(ReactorSockets()).aclose()
-
-        asyncio.run(use())
-        assert open_files() <= before
-        for driver in kept:
-            driver._sockets.close()
-    assert open_files() <= before
-    listener.close()
-
-
-async def test_two_loops_in_two_threads_have_nothing_in_common() -> None:
-    async def run() -> list[list[int]]:
-        async with Replay(WHOLE) as server:
-            driver = DirectDriver(ReactorSockets())
-            tokens = []
-            for _ in range(20):
-                driven = [Driven(driver, asked(server.url)) for _ in range(8)]
-                assert [await each.ended() for each in driven] == [ALL] * 8
-                tokens += [each.exchange.take().token_ids.tolist() for each in driven]
-            await driver.aclose()
-            return tokens
-
-    results = await asyncio.gather(*[asyncio.to_thread(asyncio.run, run()) for _ in range(2)], run())
-    assert results == [[[1, 2, 3]] * 160] * 3
-
-
-async def test_a_reactor_that_is_closed_does_nothing() -> None:
-    reactor = _core.Reactor()
-    assert reactor.fileno() >= 0
-    assert reactor.fileno() != reactor.urgent_fileno()
-    with pytest.raises(ValueError, match="localhost"):
-        reactor.connect("localhost", 1)
-    assert reactor.sweep() == ([], None)
-    reactor.close()
-    reactor.close()
-    assert (reactor.fileno(), reactor.urgent_fileno()) == (-1, -1)
-    assert reactor.sweep() == ([], None)
-    assert reactor.sweep_urgent() == reactor.abort(1) == reactor.read_now(1) == []
-    reactor.end(1)
-    with pytest.raises(ValueError, match="closed"):
-        reactor.connect("127.0.0.1", 1)
-    exchange = _core.Exchange.reply(_core.RequestHead("GET", "/", "a"), b"", max_bytes=1)
-    assert not reactor.start(1, exchange)
-    assert repr(reactor) == "<Reactor, closed>"
-
-
-async def test_the_body_of_a_request_is_freed_when_the_reply_begins(driver: DirectDriver) -> None:
-    body = bytearray(b"x" * 100_000)
-    sent = bytes(body)
-    before = sys.getrefcount(sent)
-    async with Replay(stream(*events(2, finish=None), end=HANG), routes={"/b": answer(b"")}) as server:
-        driven = Driven(driver, asked(server.url, body=sent))
-        await driven.comes("first_token")
-        gc.collect()
-        assert sys.getrefcount(sent) == before
-        driven.exchange.end()

@@ -34,8 +34,7 @@ Listener = Callable[[Kind, Any], None]
 Fields = tuple[tuple[str, str], ...]  # names and values of headers
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpRequest:
+class HttpRequest(NamedTuple):
     """One request.
 
     Attributes:

@@ -71,7 +71,7 @@ class Connector:
         self.sockets = sockets
         self.make_room = make_room
         self.rate = rate
-        self.reserve = Reserve() if reserve is None else reserve
+        self.reserve: Reserve = Reserve() if reserve is None else reserve
         self.shared: Shared = Shared.of(loop)
 
     def open(self, origin: Origin, timeout: float | None, on_opened: OnOpened, *, is_control: bool) -> Opening:
@@ -108,9 +108,9 @@ class Shared:
     """What all connectors of an event loop share. It lives as long as one of them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.resolver = Resolver(loop)
-        self.turns = Turns(loop)
-        self.descriptors = DescriptorQueue(loop)
+        self.resolver: Resolver = Resolver(loop)
+        self.turns: Turns = Turns(loop)
+        self.descriptors: DescriptorQueue = DescriptorQueue(loop)
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> Shared:
@@ -226,7 +226,8 @@ class Opening:
 
     def _attempt(self, address: Address, *, again: bool) -> None:
         self._pauses.pop(address, None)
-        self._state = "the server does not answer"
+        if not again:  # else that is what the time has gone into
+            self._state = "the server does not answer"
         on_done = partial(self._on_done, address, self._loop.time(), again)
         self._attempts[address] = self._connector.sockets.open(address, self._origin, on_done)
 

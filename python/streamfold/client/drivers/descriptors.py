@@ -131,3 +131,7 @@ class Reserve:
         """Close all. Idempotent."""
         while self._held:
             os.close(self._held.pop())
+
+    def __del__(self) -> None:
+        """Of a client that was not closed before its event loop was."""
+        self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from streamfold import _core
+from streamfold._core import Exchange, RequestHead
 from streamfold.client.drivers.base import Failure
 from streamfold.client.drivers.connector import Connector
 from streamfold.client.drivers.direct_exchange import DirectExchange
@@ -59,11 +59,11 @@ class DirectDriver:
         """
         if self._is_closed:
             raise RuntimeError("the driver is closed")
-        head = _core.RequestHead(request.method, request.target, request.origin.authority, request.fields)
+        head = RequestHead(request.method, request.target, request.origin.authority, request.fields)
         if request.stream is None:
-            core = _core.Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
+            core = Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
         else:
-            core = _core.Exchange.stream(head, request.body, **request.stream)
+            core = Exchange.stream(head, request.body, **request.stream)
         exchange = DirectExchange(self, core, request, listener)
         self._exchanges.add(exchange)
         kept = None if request.fresh else self.take_kept(exchange)
@@ -119,12 +119,14 @@ class DirectDriver:
             opened.connection.end()
             return
         waiting = self._waiting_for(origin, is_reserved=opened.is_reserved)
-        if waiting is None:
-            self._idle.put(origin, opened)
+        if waiting is not None:
+            self.cancel_opening(waiting)
+            waiting.use_kept(opened)
+            self._loop.call_soon(waiting.on_ready)
             return
-        self.cancel_opening(waiting)
-        waiting.use_kept(opened)
-        self._loop.call_soon(waiting.on_ready)
+        self._idle.put(origin, opened)
+        if self._connector.shared.descriptors.is_waited_for:
+            self._make_room()
 
     def discard(self, exchange: DirectExchange) -> None:
         """An exchange holds no connection any more."""

@@ -10,7 +10,7 @@ from streamfold.client.drivers.base import Failure, Head
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from streamfold import _core
+    from streamfold._core import Exchange, Generation
     from streamfold.client.drivers.base import HttpRequest, Kind, Listener
     from streamfold.client.drivers.connector import Opened
     from streamfold.client.urls import Origin
@@ -61,12 +61,12 @@ class DirectExchange:
         "origin",
     )
 
-    def __init__(self, owner: Owner, core: _core.Exchange, request: HttpRequest, listener: Listener) -> None:
+    def __init__(self, owner: Owner, core: Exchange, request: HttpRequest, listener: Listener) -> None:
         # Not the request itself: its body is freed when it has been sent.
-        self.origin = request.origin
-        self.is_control = request.stream is None
-        self.is_fresh = request.fresh
-        self.connect_timeout = request.connect_timeout
+        self.origin: Origin = request.origin
+        self.is_control: bool = request.stream is None
+        self.is_fresh: bool = request.fresh
+        self.connect_timeout: float | None = request.connect_timeout
         self._owner = owner
         self._core = core
         self._listener = listener
@@ -130,16 +130,14 @@ class DirectExchange:
         if opened is not None:
             opened.connection.end()
             self._owner.closed(opened)
-        if self._state is not _State.ENDED:
-            self._state = _State.ENDED
-            self._listener("ended", None)
+        self._report_end()
 
     def urgent(self) -> None:
         """Read now what has arrived."""
         if self._state is _State.RUNNING and self._opened is not None:
             self._opened.connection.urgent()
 
-    def take(self) -> _core.Generation:
+    def take(self) -> Generation:
         """Return what the stream has brought. Nothing more is parsed afterwards. Once."""
         return self._core.take()
 
@@ -195,13 +193,21 @@ class DirectExchange:
             self._owner.keep(self.origin, opened)
             self._owner.discard(self)
         # else: it stays open until the caller ends it
+        self._report_end()
+
+    def _report_end(self) -> None:
         if self._state is not _State.ENDED:
             self._state = _State.ENDED
-            self._listener("ended", None)
+            listener, self._listener = self._listener, _ignore  # no circle of references is left
+            listener("ended", None)
 
     def _report(self, kind: Kind, detail: object) -> None:
         if self._state is not _State.ENDED:
             self._listener(kind, detail)
+
+
+def _ignore(_kind: Kind, _detail: object) -> None:
+    """After the end, nothing is reported."""
 
 
 def _headers(fields: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -149,7 +149,7 @@ class HttpxExchange:
 
     def take_body(self) -> bytes:
         """Return the body of a reply that is no stream."""
-        return bytes(self._body)
+        return bytes(self._body[: self._max_body_bytes])
 
     # The task.
 
@@ -191,11 +191,15 @@ class HttpxExchange:
         streams = self.is_stream and _is_stream(response)
         headers = {} if streams else {name.lower(): value for name, value in response.headers.multi_items()}
         self._report("head", Head(response.status_code, streams, headers))
-        if not streams:
+        if streams:
+            await self._read_stream(response)
+        elif self.is_stream:
             with contextlib.suppress(Exception):  # an incomplete body is enough for a message
                 await self._connection.read(response, self._keep)
-            return
-        await self._read_stream(response)
+        else:
+            await self._connection.read(response, self._keep)
+            if len(self._body) > self._max_body_bytes:
+                raise EngineError(f"the body is larger than {self._max_body_bytes} bytes")
 
     def _on_ready(self) -> None:
         """Called right before the request is sent: nothing is awaited from here to its first byte.
@@ -208,9 +212,8 @@ class HttpxExchange:
             raise Stopped
 
     def _keep(self, chunk: bytes) -> None:
-        room = self._max_body_bytes - len(self._body)
-        self._body += chunk[:room]
-        if len(chunk) > room:
+        self._body += chunk
+        if len(self._body) > self._max_body_bytes:
             self._connection.close_soon()
 
     async def _read_stream(self, response: httpx.Response) -> None:
@@ -286,9 +289,9 @@ def _is_stream(response: httpx.Response) -> bool:
 
 
 def _failure(error: Exception) -> Failure:
-    is_network_error = isinstance(error, _NETWORK_ERRORS)
+    is_known = isinstance(error, (*_NETWORK_ERRORS, StreamfoldError))
     return Failure(
-        (str(error) or type(error).__name__) if is_network_error else repr(error),
+        (str(error) or type(error).__name__) if is_known else repr(error),
         retryable=_is_transient(error),
         timed_out=isinstance(error, httpx.ConnectTimeout),
         cause=error,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from streamfold import _core
+if sys.platform == "linux":
+    from streamfold._core import Reactor
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,8 +28,7 @@ LONGEST_REST = 0.05
 class LoopReactor:
     """Sweeps a reactor when the loop finds its polls readable, and passes its events on.
 
-    The urgent poll is always watched. The ordinary one is watched until it is readable. From then on a timer sweeps it
-    after each rest, until a sweep finds nothing: to watch it again after every sweep would cost more.
+    The loop watches both polls all the time. Between two sweeps of the ordinary one the reactor itself rests.
 
     Get one with :meth:`acquire`, and give it back with :meth:`release`.
 
@@ -40,24 +42,25 @@ class LoopReactor:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, rests: tuple[float, float]) -> None:
-        if not hasattr(_core, "Reactor"):
+        if sys.platform != "linux":
             raise NotImplementedError("there is no reactor for this system")
-        self.loop = loop
-        self.rests = rests
-        self.core = _core.Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
-        self.users = 0
+        self.loop: asyncio.AbstractEventLoop = loop
+        self.rests: tuple[float, float] = rests
+        self.core: Reactor = Reactor(rest_floor=rests[0], rest_ceiling=rests[1])
+        self.users: int = 0
         self._process = os.getpid()
         self._handlers: dict[int, OnEvent] = {}
         self._events: deque[tuple[int, str, Any]] = deque()
         self._is_dispatching = False
         self._is_closed = False
-        self._timer: asyncio.Handle | None = None
         self._urgent_fd = self.core.urgent_fileno()
         self._fd = self.core.fileno()
         try:
             loop.add_reader(self._urgent_fd, self._sweep_urgent)
-            loop.add_reader(self._fd, self._on_readable)
+            loop.add_reader(self._fd, self._sweep)
         except BaseException:
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_reader(self._urgent_fd)
             self.core.close()
             raise
 
@@ -93,12 +96,9 @@ class LoopReactor:
         self._is_closed = True
         # In a forked child, to tell the loop would tell the parent's. A closed loop watches nothing.
         if self._process == os.getpid() and not self.loop.is_closed():
-            if self._timer is not None:
-                self._timer.cancel()
             # Before the descriptors are closed: the loop would keep their numbers, and miss their next owners.
             self.loop.remove_reader(self._urgent_fd)
             self.loop.remove_reader(self._fd)
-        self._timer = None
         self._handlers.clear()
         self._events.clear()
         self.core.close()
@@ -140,26 +140,14 @@ class LoopReactor:
     # What the loop calls.
 
     def _sweep_urgent(self) -> None:
-        self.dispatch(self.core.sweep_urgent())
-
-    def _on_readable(self) -> None:
-        self.loop.remove_reader(self._fd)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        self._timer = None
-        events, rest = self.core.sweep()
-        self._go_on(rest)
+        events = self.core.sweep_urgent()
         if events:
             self.dispatch(events)
 
-    def _go_on(self, rest: float | None) -> None:
-        if rest is None:
-            self.loop.add_reader(self._fd, self._on_readable)
-        elif rest:
-            self._timer = self.loop.call_later(rest, self._sweep)
-        else:
-            self._timer = self.loop.call_soon(self._sweep)
+    def _sweep(self) -> None:
+        events = self.core.sweep()
+        if events:
+            self.dispatch(events)
 
 
 _LOCK = threading.RLock()

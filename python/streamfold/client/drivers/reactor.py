@@ -12,7 +12,7 @@ from streamfold.client.drivers.loop_reactor import LONGEST_REST, SHORTEST_REST, 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from streamfold import _core
+    from streamfold._core import Exchange
     from streamfold.client.drivers.sockets import Address, OnEvent, Opened
     from streamfold.client.urls import Origin
 
@@ -130,7 +130,7 @@ class _Connection:
         self._id = connection
         self._open.add(self)
 
-    def start(self, exchange: _core.Exchange, on_event: OnEvent) -> bool:
+    def start(self, exchange: Exchange, on_event: OnEvent) -> bool:
         """Carry an exchange. Returns False if the connection had been kept, and cannot be used any more."""
         if self._reactor.core.start(self._id, exchange):
             self._reactor.listen(self._id, on_event)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from streamfold import _core
+    from streamfold._core import Exchange
     from streamfold.client.urls import Origin
 
 __all__ = ["Address", "Connection", "OnEvent", "Opened", "Sockets"]
@@ -35,7 +35,7 @@ OnEvent = Callable[[str, Any], None]
 class Connection(Protocol):
     """An open connection. It carries one exchange at a time."""
 
-    def start(self, exchange: _core.Exchange, on_event: OnEvent) -> bool:
+    def start(self, exchange: Exchange, on_event: OnEvent) -> bool:
         """Carry an exchange: its request leaves at once.
 
         ``on_event`` is not called before this returns.

@@ -64,18 +64,18 @@ impl EventBuffers {
 /// The elements of the source list. Those recognized by their fingerprint are the tokens kept.
 #[derive(Clone, Copy)]
 pub(super) struct Elements<'a> {
-    list: Option<List>,
+    list: Option<&'a List>,
     buffers: &'a EventBuffers,
     kept: &'a Generation,
 }
 
 impl<'a> Elements<'a> {
-    pub(super) fn new(list: Option<List>, buffers: &'a EventBuffers, kept: &'a Generation) -> Self {
+    pub(super) fn new(list: Option<&'a List>, buffers: &'a EventBuffers, kept: &'a Generation) -> Self {
         Self { list, buffers, kept }
     }
 
     fn len(self) -> usize {
-        self.list.map_or(0, |list| list.len())
+        self.list.map_or(0, List::len)
     }
 
     fn id(self, index: usize) -> Option<i32> {
@@ -122,8 +122,8 @@ fn is_none(logprob: Option<f64>) -> bool {
 
 impl EventBuffers {
     /// Make sure that the elements from `first` on are in the buffers. Returns the index of `first` there.
-    pub(super) fn buffer_from(&mut self, list: Option<List>, first: usize, kept: &Generation) -> usize {
-        let known = list.map_or(0, |list| list.known());
+    pub(super) fn buffer_from(&mut self, list: Option<&List>, first: usize, kept: &Generation) -> usize {
+        let known = list.map_or(0, List::known);
         if first >= known {
             return first - known;
         }
@@ -136,7 +136,7 @@ impl EventBuffers {
     }
 
     /// The first index at which the ids of the pairs differ from `output_ids`.
-    pub(super) fn first_mismatch(&self, data: &[u8], pairs: List, ids: List, kept: &Generation) -> Option<usize> {
+    pub(super) fn first_mismatch(&self, data: &[u8], pairs: &List, ids: &List, kept: &Generation) -> Option<usize> {
         if pairs.known() == ids.known() && self.ids == self.output_ids && !self.ids.contains(&NO_TOKEN) {
             return None;
         }
@@ -153,7 +153,7 @@ impl EventBuffers {
 }
 
 /// Whether two elements that are not token ids have the same bytes or are equal numbers.
-fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
+fn is_same_number(data: &[u8], pairs: &List, ids: &List, index: usize) -> bool {
     let literal = |at: usize| {
         let mut cursor = Cursor::new(data);
         cursor.at = at;
@@ -165,7 +165,7 @@ fn is_same_number(data: &[u8], pairs: List, ids: List, index: usize) -> bool {
 }
 
 /// The offset of a member of a pair.
-pub(super) fn pair_at(data: &[u8], list: List, index: usize, member: usize) -> usize {
+pub(super) fn pair_at(data: &[u8], list: &List, index: usize, member: usize) -> usize {
     let mut cursor = Cursor::new(data);
     cursor.at = element_at(data, list.start(), index);
     let pair = cursor.at;

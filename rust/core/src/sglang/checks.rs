@@ -76,7 +76,7 @@ pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
     cached_tokens.check_type(MetaKey::CachedTokens.path())?;
     weight_version.check_type(MetaKey::WeightVersion.path())?;
     routed_experts.check_type(MetaKey::RoutedExperts.path())?;
-    if let Some((index, at)) = pairs.get().and_then(|pairs| pairs.malformed()) {
+    if let Some((index, at)) = pairs.as_ref().and_then(List::malformed) {
         let path = format!("{PAIRS}[{index}]");
         return Err(EventError::new(ErrorKind::Schema, at, path, "expected [logprob, token id, text]"));
     }
@@ -90,7 +90,7 @@ pub(super) fn ids_beside_pairs(
     buffers: &EventBuffers,
     kept: &Generation,
 ) -> Result<(), EventError> {
-    let (Some(pairs), Some(ids)) = (fields.meta.pairs.get(), fields.output_ids.get()) else { return Ok(()) };
+    let (Some(pairs), Some(ids)) = (fields.meta.pairs.as_ref(), fields.output_ids.as_ref()) else { return Ok(()) };
     if pairs.len() != ids.len() {
         let message = format!("{} ids but {} pairs: one of the lists is incomplete", ids.len(), pairs.len());
         return Err(EventError::new(ErrorKind::Mismatch, fields.output_ids.at(), IDS, message));
@@ -105,7 +105,7 @@ pub(super) fn ids_beside_pairs(
 /// A list that repeats earlier tokens does not change them.
 pub(super) fn prefix(
     data: &[u8],
-    list: Option<List>,
+    list: Option<&List>,
     elements: Elements<'_>,
     step: Step,
     kept: &Generation,
@@ -130,7 +130,7 @@ pub(super) fn prefix(
 /// The new ids, in the buffers from `start` on.
 pub(super) fn ids(
     data: &[u8],
-    list: Option<List>,
+    list: Option<&List>,
     step: Step,
     buffers: &EventBuffers,
     start: usize,
@@ -149,7 +149,7 @@ pub(super) fn ids(
 /// The new logprobs. Returns how many are the substitute for minus infinity, if those are kept.
 pub(super) fn logprobs(
     data: &[u8],
-    list: Option<List>,
+    list: Option<&List>,
     step: Step,
     buffers: &EventBuffers,
     start: usize,

@@ -48,11 +48,11 @@ pub(super) struct Counts<'a> {
 
 impl Counts<'_> {
     fn is_listed(&self) -> bool {
-        self.list.get().is_some()
+        self.list.as_ref().is_some()
     }
 
     fn len(&self) -> usize {
-        self.list.get().map_or(0, |list| list.len())
+        self.list.as_ref().map_or(0, List::len)
     }
 
     fn delta(&self) -> Step {
@@ -142,13 +142,13 @@ pub(super) fn reported_tokens(
         return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), COMPLETION, message));
     };
     let is_missing = if is_abort { reported > kept } else { reported != kept };
-    if is_missing && options.logprobs && fields.meta.pairs.get().is_none() {
+    if is_missing && options.logprobs && fields.meta.pairs.as_ref().is_none() {
         let message = format!(
             "missing, although the engine reports {reported} tokens, {kept} were kept, and logprobs were requested"
         );
         return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), PAIRS, message));
     }
-    if is_abort && is_missing && !options.logprobs && fields.output_ids.get().is_none() {
+    if is_abort && is_missing && !options.logprobs && fields.output_ids.as_ref().is_none() {
         let message = format!("missing, although the engine reports {reported} tokens and {kept} were kept");
         return Err(EventError::new(ErrorKind::Schema, fields.meta_info.at(), IDS, message));
     }

@@ -10,16 +10,18 @@ use crate::sglang::buffers::{EventBuffers, Level};
 use crate::sglang::fields::{Fields, Finish, MetaFields};
 use crate::sglang::keys::{EventKey, Key, MetaKey};
 use crate::span::Span;
+use crate::sse::Event;
 use crate::text::name;
 
 /// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
 /// why.
 pub(super) fn read(
-    data: &[u8],
+    event: &Event<'_>,
     buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    let mut reader = Reader { data, cursor: Cursor::new(data), buffers, fields };
+    let data = event.data;
+    let mut reader = Reader { data, cursor: Cursor::with_plain(data, event.plain.clone()), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
@@ -55,13 +57,13 @@ impl Reader<'_> {
             let from = self.cursor.at;
             let Self { cursor, fields, .. } = self;
             match key {
-                EventKey::Text => fields.text = cursor.next_string_field(1)?,
-                EventKey::OutputIds => fields.output_ids = next_output_ids(cursor, self.data, self.buffers)?,
+                EventKey::Text => cursor.next_string_field(1, &mut fields.text)?,
+                EventKey::OutputIds => next_output_ids(cursor, self.data, self.buffers, &mut fields.output_ids)?,
                 EventKey::MetaInfo => self.meta_info()?,
-                EventKey::PromptTokenIds => fields.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 1)?,
-                EventKey::Index => fields.index = cursor.next_count(1)?,
+                EventKey::PromptTokenIds => self.buffers.prompt_ids.next(cursor, 1, &mut fields.prompt_token_ids)?,
+                EventKey::Index => cursor.next_count(1, &mut fields.index)?,
                 EventKey::Error => fields.errors.error = cursor.next_any(1)?,
-                EventKey::Object => fields.errors.object = cursor.next_string_field(1)?,
+                EventKey::Object => cursor.next_string_field(1, &mut fields.errors.object)?,
                 EventKey::Message => fields.errors.message = cursor.next_any(1)?,
                 EventKey::Detail => fields.errors.detail = cursor.next_any(1)?,
                 EventKey::Code => fields.errors.code = cursor.next_any(1)?,
@@ -103,17 +105,19 @@ impl Reader<'_> {
             }
             let Self { cursor, fields: Fields { meta, .. }, .. } = self;
             match key {
-                MetaKey::Id => meta.id = cursor.next_string_field(2)?,
+                MetaKey::Id => cursor.next_string_field(2, &mut meta.id)?,
                 MetaKey::FinishReason => meta.finish = next_finish(cursor, self.data)?,
-                MetaKey::PromptTokens => meta.prompt_tokens = cursor.next_count(2)?,
-                MetaKey::CompletionTokens => meta.completion_tokens = cursor.next_count(2)?,
-                MetaKey::CachedTokens => meta.cached_tokens = cursor.next_count(2)?,
-                MetaKey::Pairs if self.buffers.has_pairs => meta.pairs = next_pairs(cursor, self.data, self.buffers)?,
-                MetaKey::Length => meta.length = cursor.next_count(2)?,
+                MetaKey::PromptTokens => cursor.next_count(2, &mut meta.prompt_tokens)?,
+                MetaKey::CompletionTokens => cursor.next_count(2, &mut meta.completion_tokens)?,
+                MetaKey::CachedTokens => cursor.next_count(2, &mut meta.cached_tokens)?,
+                MetaKey::Pairs if self.buffers.has_pairs => {
+                    next_pairs(cursor, self.data, self.buffers, &mut meta.pairs)?;
+                }
+                MetaKey::Length => cursor.next_count(2, &mut meta.length)?,
                 MetaKey::WeightVersion => meta.weight_version = cursor.next_label(2)?,
                 MetaKey::WeightVersions => meta.weight_versions = cursor.next_any(2)?,
-                MetaKey::RoutedExperts => meta.routed_experts = cursor.next_string_field(2)?,
-                MetaKey::RoutedExpertsDtype => meta.routed_experts_dtype = cursor.next_string_field(2)?,
+                MetaKey::RoutedExperts => cursor.next_string_field(2, &mut meta.routed_experts)?,
+                MetaKey::RoutedExpertsDtype => cursor.next_string_field(2, &mut meta.routed_experts_dtype)?,
                 MetaKey::TopPIds => meta.top_p_ids = cursor.next_any(2)?,
                 MetaKey::TopPOffsets => meta.top_p_offsets = cursor.next_any(2)?,
                 MetaKey::TopPKeptIds => meta.top_p_kept_ids = cursor.next_any(2)?,
@@ -169,7 +173,8 @@ impl Reader<'_> {
 #[inline]
 fn repeat(key: MetaKey, data: &[u8], value: Span, Fields { meta, .. }: &mut Fields) {
     match key {
-        MetaKey::PromptTokens => meta.prompt_tokens = Cursor::at(data, value).next_count(2).unwrap_or_default(),
+        // It was read before.
+        MetaKey::PromptTokens => Cursor::at(data, value).next_count(2, &mut meta.prompt_tokens).unwrap_or_default(),
         MetaKey::WeightVersion => meta.weight_version = Field::repeated_label(data, value),
         _ => {}
     }
@@ -184,7 +189,11 @@ fn next_finish(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Field<Finish>> {
                 b"type" => finish.reason = finish_type(cursor, data)?,
                 b"matched" => finish.matched = cursor.next_matched(3)?,
                 b"status_code" => finish.status = cursor.next_integer(3)?,
-                b"message" => finish.message = cursor.next_string_field(3)?.get(),
+                b"message" => {
+                    let mut message = Field::ABSENT;
+                    cursor.next_string_field(3, &mut message)?;
+                    finish.message = message.get();
+                }
                 _ => {
                     cursor.skip_value(3)?;
                 }
@@ -195,10 +204,15 @@ fn next_finish(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Field<Finish>> {
     })
 }
 
-fn next_output_ids(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Field<List>> {
+fn next_output_ids(
+    cursor: &mut Cursor<'_>,
+    data: &[u8],
+    buffers: &mut EventBuffers,
+    field: &mut Field<List>,
+) -> Result<()> {
     let ids = if buffers.has_pairs { &mut buffers.output_ids } else { &mut buffers.ids };
     ids.clear();
-    cursor.next_list(1, |cursor, list| {
+    cursor.next_list(1, field, |cursor, list| {
         let mut known = 0;
         if let Some((count, end)) = buffers.ids_prefix.matches(data, list.start()) {
             list.set(count, count, end);
@@ -214,10 +228,10 @@ fn next_output_ids(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuff
     })
 }
 
-fn next_pairs(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) -> Result<Field<List>> {
+fn next_pairs(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers, field: &mut Field<List>) -> Result<()> {
     buffers.ids.clear();
     buffers.logprobs.clear();
-    cursor.next_list(2, |cursor, list| {
+    cursor.next_list(2, field, |cursor, list| {
         let mut known = 0;
         if let Some((count, end)) = buffers.pairs_prefix.matches(data, list.start()) {
             list.set(count, count, end);
@@ -241,7 +255,9 @@ fn next_pairs(cursor: &mut Cursor<'_>, data: &[u8], buffers: &mut EventBuffers) 
 }
 
 fn finish_type(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<Option<FinishReason>> {
-    let Some(raw) = cursor.next_string_field(3)?.get() else { return Ok(None) };
+    let mut kind = Field::ABSENT;
+    cursor.next_string_field(3, &mut kind)?;
+    let Some(raw) = kind.get() else { return Ok(None) };
     Ok(match &*name(data, raw) {
         b"stop" => Some(FinishReason::Stop),
         b"length" => Some(FinishReason::Length),

@@ -7,7 +7,7 @@ use crate::generation::{Generation, RoutedExperts, TopP};
 use crate::options::{Dtype, Options};
 use crate::sglang::fields::Fields;
 use crate::sglang::keys::MetaKey;
-use crate::side::{ExpertShape, Masks, Progress, SideData, check_range, sampling_mask, versions};
+use crate::side::{ExpertRange, ExpertShape, Masks, Progress, SideData, sampling_mask, versions};
 use crate::span::{RawStr, Span};
 use crate::text::decode;
 
@@ -70,13 +70,14 @@ fn experts(
         }
     };
     let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
+    let mut range = ExpertRange::new(options.experts.and_then(|experts| experts.num_experts));
     let ids = match dtype {
-        Dtype::Int32 => RoutedExperts::Int32(base64_array(data, text, expected, EXPERTS)?),
-        Dtype::Uint8 => RoutedExperts::Uint8(base64_array(data, text, expected, EXPERTS)?),
-        Dtype::Uint16 => RoutedExperts::Uint16(base64_array(data, text, expected, EXPERTS)?),
+        Dtype::Int32 => RoutedExperts::Int32(base64_array(data, text, expected, EXPERTS, |ids| range.add(ids))?),
+        Dtype::Uint8 => RoutedExperts::Uint8(base64_array(data, text, expected, EXPERTS, |ids| range.add(ids))?),
+        Dtype::Uint16 => RoutedExperts::Uint16(base64_array(data, text, expected, EXPERTS, |ids| range.add(ids))?),
     };
-    if let Some(experts) = options.experts {
-        check_range(&ids, experts.num_experts, at, EXPERTS)?;
+    if options.experts.is_some() {
+        range.check(at, EXPERTS)?;
     }
     Ok((ids, shape.map(|shape| shape.rows)))
 }

@@ -12,15 +12,19 @@ use crate::vllm::buffers::{EventBuffers, NO_ID};
 const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Take `content`: `[{"token_id": 5, "logprob": -0.5, …}, …]`.
-pub(super) fn next_entries(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+pub(super) fn next_entries(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers, field: &mut Field<List>) -> Result<()> {
     buffers.clear_logprobs();
-    next_elements(cursor, buffers, next_entry)
+    next_elements(cursor, buffers, field, next_entry)
 }
 
 /// Take `token_logprobs`: `[-0.5, …]`.
-pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+pub(super) fn next_logprobs(
+    cursor: &mut Cursor<'_>,
+    buffers: &mut EventBuffers,
+    field: &mut Field<List>,
+) -> Result<()> {
     buffers.logprobs.clear();
-    next_elements(cursor, buffers, |cursor, buffers| {
+    next_elements(cursor, buffers, field, |cursor, buffers| {
         let (logprob, malformed) = next_logprob(cursor, 5)?;
         buffers.logprobs.push(logprob);
         Ok(malformed)
@@ -28,9 +32,9 @@ pub(super) fn next_logprobs(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers)
 }
 
 /// Take `tokens`: `["token_id:5", …]`, or texts, which hold no ids.
-pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers, field: &mut Field<List>) -> Result<()> {
     buffers.named_ids.clear();
-    next_elements(cursor, buffers, |cursor, buffers| {
+    next_elements(cursor, buffers, field, |cursor, buffers| {
         buffers.named_ids.push(next_name(cursor, 5)?);
         Ok(None)
     })
@@ -41,9 +45,10 @@ pub(super) fn next_names(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) ->
 fn next_elements(
     cursor: &mut Cursor<'_>,
     buffers: &mut EventBuffers,
+    field: &mut Field<List>,
     mut take: impl FnMut(&mut Cursor<'_>, &mut EventBuffers) -> Result<Option<usize>>,
-) -> Result<Field<List>> {
-    cursor.next_list(4, |cursor, list| {
+) -> Result<()> {
+    cursor.next_list(4, field, |cursor, list| {
         let mut len = 0;
         loop {
             if let Some(at) = take(cursor, buffers)? {

@@ -6,6 +6,7 @@ use crate::json::{Cursor, NotJson, Peek, Result};
 use crate::key_table::{LevelKey, Use};
 use crate::meta::Member;
 use crate::span::Span;
+use crate::sse::Event;
 use crate::text::name;
 use crate::vllm::api::Api;
 use crate::vllm::buffers::{EventBuffers, Level};
@@ -16,12 +17,13 @@ use crate::vllm::logprobs::{next_entries, next_logprobs, next_names};
 /// Parse one event to its last byte into `fields`, which have their defaults. Err: the offset where it is not JSON, and
 /// why.
 pub(super) fn read(
-    data: &[u8],
+    event: &Event<'_>,
     api: Api,
     buffers: &mut EventBuffers,
     fields: &mut Fields,
 ) -> std::result::Result<(), (usize, &'static str)> {
-    let mut reader = Reader { data, api, cursor: Cursor::new(data), buffers, fields };
+    let data = event.data;
+    let mut reader = Reader { data, api, cursor: Cursor::with_plain(data, event.plain.clone()), buffers, fields };
     reader.read().map_err(|NotJson| (reader.cursor.at, reader.cursor.failure))
 }
 
@@ -65,15 +67,15 @@ impl Reader<'_> {
             }
             let Self { cursor, fields, .. } = self;
             match key {
-                EventKey::RequestId | EventKey::Id => fields.id = cursor.next_string_field(1)?,
-                EventKey::OutputMode => fields.output_mode = cursor.next_string_field(1)?,
+                EventKey::RequestId | EventKey::Id => cursor.next_string_field(1, &mut fields.id)?,
+                EventKey::OutputMode => cursor.next_string_field(1, &mut fields.output_mode)?,
                 EventKey::PromptTokenIds if self.api == Api::Generate => {
-                    fields.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 1)?;
+                    self.buffers.prompt_ids.next(cursor, 1, &mut fields.prompt_token_ids)?;
                 }
                 EventKey::Choices => self.choices()?,
                 EventKey::Usage => self.usage()?,
                 EventKey::Error => fields.errors.error = cursor.next_any(1)?,
-                EventKey::Object => fields.errors.object = cursor.next_string_field(1)?,
+                EventKey::Object => cursor.next_string_field(1, &mut fields.errors.object)?,
                 EventKey::Message => fields.errors.message = cursor.next_any(1)?,
                 EventKey::Detail => fields.errors.detail = cursor.next_any(1)?,
                 EventKey::Code => fields.errors.code = cursor.next_any(1)?,
@@ -134,16 +136,16 @@ impl Reader<'_> {
             }
             let Self { cursor, fields: Fields { choice, .. }, .. } = self;
             match key {
-                ChoiceKey::Index => choice.index = cursor.next_count(3)?,
-                ChoiceKey::FinishReason => choice.finish = cursor.next_string_field(3)?,
+                ChoiceKey::Index => cursor.next_count(3, &mut choice.index)?,
+                ChoiceKey::FinishReason => cursor.next_string_field(3, &mut choice.finish)?,
                 ChoiceKey::StopReason => choice.matched = cursor.next_matched(3)?,
-                ChoiceKey::TokenIds => choice.token_ids = next_ids(cursor, self.buffers)?,
+                ChoiceKey::TokenIds => next_ids(cursor, self.buffers, &mut choice.token_ids)?,
                 ChoiceKey::PromptTokenIds if self.api == Api::Completions => {
-                    choice.prompt_token_ids = self.buffers.prompt_ids.next(cursor, 3)?;
+                    self.buffers.prompt_ids.next(cursor, 3, &mut choice.prompt_token_ids)?;
                 }
                 ChoiceKey::Logprobs if self.buffers.has_logprobs => self.logprobs()?,
-                ChoiceKey::Text => choice.text = cursor.next_string_field(3)?,
-                ChoiceKey::RoutedExperts => choice.routed_experts = cursor.next_string_field(3)?,
+                ChoiceKey::Text => cursor.next_string_field(3, &mut choice.text)?,
+                ChoiceKey::RoutedExperts => cursor.next_string_field(3, &mut choice.routed_experts)?,
                 ChoiceKey::SamplingMask => choice.sampling_mask = cursor.next_any(3)?,
                 ChoiceKey::WeightVersion => choice.versions.weight_version = cursor.next_label(3)?,
                 ChoiceKey::WeightVersions => choice.versions.weight_versions = cursor.next_any(3)?,
@@ -163,11 +165,11 @@ impl Reader<'_> {
             let mut key = self.cursor.next_object()?;
             while let Some(raw) = key {
                 match (self.api, &*name(self.data, raw)) {
-                    (Api::Generate, b"content") => logprobs.list = next_entries(&mut self.cursor, self.buffers)?,
+                    (Api::Generate, b"content") => next_entries(&mut self.cursor, self.buffers, &mut logprobs.list)?,
                     (Api::Completions, b"token_logprobs") => {
-                        logprobs.list = next_logprobs(&mut self.cursor, self.buffers)?;
+                        next_logprobs(&mut self.cursor, self.buffers, &mut logprobs.list)?;
                     }
-                    (Api::Completions, b"tokens") => logprobs.tokens = next_names(&mut self.cursor, self.buffers)?,
+                    (Api::Completions, b"tokens") => next_names(&mut self.cursor, self.buffers, &mut logprobs.tokens)?,
                     _ => {
                         self.cursor.skip_value(4)?;
                     }
@@ -201,8 +203,8 @@ impl Reader<'_> {
             }
             let Self { cursor, fields: Fields { usage, .. }, .. } = self;
             match key {
-                UsageKey::PromptTokens => usage.prompt_tokens = cursor.next_count(2)?,
-                UsageKey::CompletionTokens => usage.completion_tokens = cursor.next_count(2)?,
+                UsageKey::PromptTokens => cursor.next_count(2, &mut usage.prompt_tokens)?,
+                UsageKey::CompletionTokens => cursor.next_count(2, &mut usage.completion_tokens)?,
                 UsageKey::PromptTokensDetails => {
                     (usage.details, usage.cached_tokens) = next_details(cursor, self.data)?;
                 }
@@ -255,7 +257,10 @@ impl Reader<'_> {
 #[inline]
 fn repeat(key: EventKey, data: &[u8], value: Span, fields: &mut Fields) {
     match key {
-        EventKey::OutputMode => fields.output_mode = Cursor::at(data, value).next_string_field(1).unwrap_or_default(),
+        // It was read before.
+        EventKey::OutputMode => {
+            Cursor::at(data, value).next_string_field(1, &mut fields.output_mode).unwrap_or_default();
+        }
         EventKey::WeightVersion => fields.versions.weight_version = Field::repeated_label(data, value),
         _ => {}
     }
@@ -273,14 +278,15 @@ fn repeat_choice(key: ChoiceKey, data: &[u8], value: Span, Fields { choice, .. }
 #[inline]
 fn repeat_usage(key: UsageKey, data: &[u8], value: Span, Fields { usage, .. }: &mut Fields) {
     if key == UsageKey::PromptTokens {
-        usage.prompt_tokens = Cursor::at(data, value).next_count(2).unwrap_or_default();
+        // It was read before.
+        Cursor::at(data, value).next_count(2, &mut usage.prompt_tokens).unwrap_or_default();
     }
 }
 
-fn next_ids(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers) -> Result<Field<List>> {
+fn next_ids(cursor: &mut Cursor<'_>, buffers: &mut EventBuffers, field: &mut Field<List>) -> Result<()> {
     let ids = &mut buffers.ids;
     ids.clear();
-    cursor.next_list(3, |cursor, list| {
+    cursor.next_list(3, field, |cursor, list| {
         let end = next_tokens(cursor, 4, ids)?;
         list.set(ids.len(), 0, end);
         Ok(())
@@ -295,7 +301,7 @@ fn next_details(cursor: &mut Cursor<'_>, data: &[u8]) -> Result<(Field<()>, Fiel
         let mut key = cursor.next_object()?;
         while let Some(raw) = key {
             match &*name(data, raw) {
-                b"cached_tokens" => cached_tokens = cursor.next_count(3)?,
+                b"cached_tokens" => cursor.next_count(3, &mut cached_tokens)?,
                 _ => {
                     cursor.skip_value(3)?;
                 }

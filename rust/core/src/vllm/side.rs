@@ -5,7 +5,7 @@ use crate::error::EventError;
 use crate::generation::{Generation, RoutedExperts};
 use crate::npy::base64_npy;
 use crate::options::Options;
-use crate::side::{ExpertShape, Masks, Progress, SideData, check_range, sampling_mask, versions};
+use crate::side::{ExpertRange, ExpertShape, Masks, Progress, SideData, sampling_mask, versions};
 use crate::span::{RawStr, Span};
 use crate::vllm::fields::Fields;
 use crate::vllm::keys::ChoiceKey;
@@ -52,7 +52,13 @@ fn experts(
     if array.shape != [rows, experts.num_layers, experts.top_k] {
         return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, expected {why}", array.shape)));
     }
-    check_range(&array.numbers, experts.num_experts, at, EXPERTS)?;
+    let mut range = ExpertRange::new(experts.num_experts);
+    match &array.numbers {
+        RoutedExperts::Int32(ids) => range.add(ids),
+        RoutedExperts::Uint8(ids) => range.add(ids),
+        RoutedExperts::Uint16(ids) => range.add(ids),
+    }
+    range.check(at, EXPERTS)?;
     Ok((array.numbers, Some(rows)))
 }
 

@@ -9,8 +9,11 @@ mod vllm;
 
 use common::read;
 use proptest::prelude::*;
-use streamfold_core::{Error, ErrorKind, Parser};
+use streamfold_core::{Dialect, Error, ErrorKind, Options, Parser};
 use streams::{damaged_streams, options, split, streams};
+
+/// What ends a string, or must not be in one, or is no byte of a character.
+const SPECIALS: &[&str] = &["\"", "\\\"", "\\n", "\\", "\u{1}", "\n", "\ndata: ", "\r", "é", "\u{2028}"];
 
 proptest! {
     #[test]
@@ -25,6 +28,25 @@ proptest! {
         (dialect, body) in damaged_streams(), options in options(), places in prop::collection::vec(any::<usize>(), 0..12),
     ) {
         prop_assert_eq!(read([&body[..]], dialect, options), read(split(&body, &places), dialect, options));
+    }
+
+    #[test]
+    fn any_split_of_a_long_string_gives_the_same(
+        specials in prop::collection::vec((0..30_000_usize, prop::sample::select(SPECIALS)), 0..3),
+        places in prop::collection::vec(any::<usize>(), 0..4), step in 4000..9000_usize,
+    ) {
+        // Long parts of a line are looked at before the line is whole.
+        let mut text = vec![b'a'; 30_000];
+        for (place, special) in specials {
+            text.splice(place..place, special.bytes());
+        }
+        let meta = b"\",\"meta_info\":{\"completion_tokens\":1,\"output_token_logprobs\":[[-0.5,7,null]]}}\n\n";
+        let event = [b"data: {\"text\":\"", &text[..], meta].concat();
+        let body = [&event[..], b"data: [DONE]\n\n"].concat();
+        let slow = read(body.chunks(1), Dialect::Sglang, Options::default());
+        prop_assert_eq!(&slow, &read([&body[..]], Dialect::Sglang, Options::default()));
+        prop_assert_eq!(&slow, &read(body.chunks(step), Dialect::Sglang, Options::default()));
+        prop_assert_eq!(&slow, &read(split(&body, &places), Dialect::Sglang, Options::default()));
     }
 
     #[test]

@@ -15,9 +15,10 @@ pub enum Expected {
         /// What was asked of the engine, and the limits.
         options: Options,
     },
-    /// Any reply, as to an abort or a load query: its body is kept, and it ends in [`Event::Refused`] as well.
+    /// Any reply, as to an abort or a load query: its body is kept, and it ends in [`Event::Refused`] as well. If its
+    /// body is not complete it is a [`Event::Failed`].
     Body {
-        /// The most bytes kept.
+        /// The most bytes; a longer body is not complete.
         max_bytes: usize,
     },
 }

@@ -72,6 +72,8 @@ pub enum ProtocolError {
     TrailersTooLarge(usize),
     /// More than this many bytes follow the last event of a stream.
     RestTooLarge(usize),
+    /// The body of a reply is larger than this many bytes.
+    ReplyTooLarge(usize),
 }
 
 impl fmt::Display for ProtocolError {
@@ -93,6 +95,7 @@ impl fmt::Display for ProtocolError {
             Self::ChunkEnd => f.write_str("a chunk is longer than its size"),
             Self::Trailer => f.write_str("malformed trailer"),
             Self::TrailersTooLarge(limit) => write!(f, "the trailers are larger than {limit} bytes"),
+            Self::ReplyTooLarge(limit) => write!(f, "the body is larger than {limit} bytes"),
             Self::RestTooLarge(limit) => write!(f, "more than {limit} bytes follow the last event of the stream"),
         }
     }

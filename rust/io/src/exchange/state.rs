@@ -104,7 +104,7 @@ impl State {
                 Done { reusable: false }
             }
 
-            (Connecting | Ready | Sending | Head | Waiting | Streaming | Rest, On::Fail) => Failed,
+            (Connecting | Ready | Sending | Head | Waiting | Streaming | Rest | Refused, On::Fail) => Failed,
 
             _ => return None,
         })

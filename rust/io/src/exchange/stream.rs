@@ -35,6 +35,8 @@ pub(crate) struct Stream {
     is_finished: bool,
     /// No byte is folded any more: after an error, after an overrun, after `take`.
     is_ended: bool,
+    /// The engine reported an error.
+    has_engine_error: bool,
 }
 
 impl Stream {
@@ -47,6 +49,7 @@ impl Stream {
             taken_tokens: 0,
             is_finished: false,
             is_ended: false,
+            has_engine_error: false,
         }
     }
 
@@ -87,6 +90,11 @@ impl Stream {
         self.parser.as_ref().map_or(0, |parser| parser.held_bytes())
     }
 
+    /// Whether it ended with an error that the engine reports.
+    pub(crate) fn has_engine_error(&self) -> bool {
+        self.has_engine_error
+    }
+
     /// None if nothing changed but the number of tokens, as at most events.
     fn run(&mut self, work: impl FnOnce(&mut Parser) -> Option<Error>) -> Option<Folded> {
         if self.is_ended {
@@ -107,6 +115,7 @@ impl Stream {
             None => is_finished.then_some(StreamEnd::Finished),
         };
         self.is_ended = matches!(end, Some(StreamEnd::Overrun | StreamEnd::Error(_)));
+        self.has_engine_error = matches!(end, Some(StreamEnd::Error(Error::Engine(_))));
         Some(Folded { first_token, end })
     }
 }

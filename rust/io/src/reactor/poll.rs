@@ -66,6 +66,10 @@ impl Poll {
         self.epoll.as_raw_fd()
     }
 
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
     pub(crate) fn add(&self, socket: BorrowedFd<'_>, id: ConnectionId, interest: Interest) -> io::Result<()> {
         Ok(epoll::add(&self.epoll, socket, EventData::new_u64(id.as_u64()), interest.flags())?)
     }

@@ -1,63 +1,17 @@
 //! One round through the sockets that are ready.
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use crate::exchange::Input;
-use crate::reactor::connection::{Connection, Lane, Phase};
+use crate::reactor::connection::{Lane, Phase};
+use crate::reactor::connections::Reactor;
 use crate::reactor::poll::Readiness;
-use crate::reactor::slab::{ConnectionId, Slab};
-use crate::reactor::{News, Reactor, Report};
+use crate::reactor::report::{News, Report};
+use crate::reactor::slab::ConnectionId;
+use crate::reactor::swept::{Limits, Swept};
 use crate::shared::Shared;
-
-/// The connections that wait for their turn. What a sweep leaves comes first in the next one.
-#[derive(Default)]
-pub(crate) struct Queue {
-    ids: VecDeque<ConnectionId>,
-    /// The poll may have more that are ready.
-    is_partial: bool,
-}
-
-impl Queue {
-    fn push(&mut self, connections: &mut Slab<Connection>, id: ConnectionId, readiness: Readiness) {
-        let Some(connection) = connections.get_mut(id) else { return };
-        connection.readiness.merge(readiness);
-        if !connection.is_queued {
-            connection.is_queued = true;
-            self.ids.push_back(id);
-        }
-    }
-}
-
-/// When a sweep ends although sockets are still ready.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limits {
-    /// Seconds.
-    pub seconds: f64,
-    /// Bytes sent and received.
-    pub bytes: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self { seconds: 0.005, bytes: 4 << 20 }
-    }
-}
-
-/// What a sweep did.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Swept {
-    /// How many sockets had their turn; one that had it twice counts twice.
-    pub turns: usize,
-    /// Bytes sent and received.
-    pub bytes: usize,
-    /// How long it took.
-    pub seconds: f64,
-    /// Whether sockets are left that have not had their turn.
-    pub is_bounded: bool,
-}
 
 /// What a turn did.
 struct Turn {
@@ -71,7 +25,7 @@ struct Turn {
 }
 
 impl Reactor {
-    /// Find the sockets that are ready. Returns how many wait for their turn.
+    /// Find the sockets that are ready, unless some of the last look still wait. Returns how many wait for their turn.
     ///
     /// # Errors
     ///
@@ -81,38 +35,33 @@ impl Reactor {
             Lane::Urgent => (&mut self.urgent, &mut self.queues[0]),
             Lane::Ordinary => (&mut self.ordinary, &mut self.queues[1]),
         };
-        let (ready, is_full) = poll.ready()?;
-        for (id, readiness) in ready {
-            queue.push(&mut self.connections, id, readiness);
+        // The poll goes round too: a socket that comes again comes after all others.
+        while queue.left == 0 {
+            let (ready, is_full) = poll.ready()?;
+            let again = ready.filter(|&(id, readiness)| !queue.push(&mut self.connections, id, readiness)).count();
+            if !is_full || again > 0 {
+                queue.left = queue.ids.len();
+                break;
+            }
         }
-        queue.is_partial = is_full;
-        Ok(queue.ids.len())
+        Ok(queue.left)
     }
 
     /// Give the sockets that wait their turn, one after the other: each sends what it can, and reads once. One that may
     /// have more comes again after the others. `clock` gives seconds. What changes is appended to `reports`.
-    ///
-    /// # Errors
-    ///
-    /// The poll has failed.
     pub fn sweep(
         &mut self,
         lane: Lane,
         limits: Limits,
         mut clock: impl FnMut() -> f64,
         reports: &mut Vec<Report>,
-    ) -> io::Result<Swept> {
+    ) -> Swept {
         let place = usize::from(lane == Lane::Ordinary);
         let begin = clock();
         let mut swept = Swept::default();
         reports.append(&mut self.late);
-        loop {
-            let Some(id) = self.queues[place].ids.pop_front() else {
-                if self.queues[place].is_partial && self.look(lane)? > 0 {
-                    continue;
-                }
-                break;
-            };
+        while let Some(id) = self.queues[place].ids.pop_front() {
+            self.queues[place].left = self.queues[place].left.saturating_sub(1);
             let turn = self.turn(id, &mut clock, reports);
             swept.turns += 1;
             swept.bytes += turn.bytes;
@@ -124,8 +73,8 @@ impl Reactor {
                 break;
             }
         }
-        swept.is_bounded = !self.queues[place].ids.is_empty() || self.queues[place].is_partial;
-        Ok(swept)
+        swept.is_bounded = !self.queues[place].ids.is_empty();
+        swept
     }
 
     /// Read what the socket of one connection holds, to its end. What changes is appended to `reports`.

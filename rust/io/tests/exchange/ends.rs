@@ -147,7 +147,15 @@ fn any_reply_will_do_where_no_stream_is_expected() {
     let outcome = read([&chunked(b"[DONE]")[..]], Tail::Open, expected, false);
     assert_eq!(names(&outcome.events), ["head", "refused", "reusable"]);
     assert_eq!(outcome.body, b"[DONE]");
+}
+
+#[test]
+fn a_reply_that_is_not_complete_is_a_failure_where_no_stream_is_expected() {
+    let expected = Expected::Body { max_bytes: 100 };
     let outcome = read([&chunked(&[b'x'; 101])[..]], Tail::Open, expected, false);
-    assert_eq!(names(&outcome.events), ["head", "refused", "ended"]);
-    assert_eq!(outcome.body, [b'x'; 100]);
+    assert_eq!(names(&outcome.events), ["head", "failed", "ended"]);
+    let half = &b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n{}"[..];
+    let outcome = read([half], Tail::Eof, expected, false);
+    assert_eq!(names(&outcome.events), ["head", "failed", "ended"], "it looks like a whole reply");
+    assert_eq!(outcome.body, b"{}");
 }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::os::unix::net::UnixListener;
 
 use rustix::io::Errno;
-use streamfold_io::reactor::{Reactor, monotonic};
+use streamfold_io::reactor::{Pace, Reactor, monotonic};
 
 use crate::driven::{Driven, PLAIN, reply};
 
@@ -48,7 +48,7 @@ fn a_unix_socket_with_a_full_backlog_can_be_tried_again() {
     let path = std::env::temp_dir().join(format!("streamfold-full-{}.sock", std::process::id()));
     let listener = UnixListener::bind(&path).expect("a path");
     rustix::net::listen(&listener, 0).expect("possible");
-    let mut reactor = Reactor::new().expect("descriptors");
+    let mut reactor = Reactor::new(Pace::default()).expect("descriptors");
     let full = (0..16).find_map(|_| reactor.connect_unix(path.as_os_str().as_encoded_bytes()).err());
     std::fs::remove_file(&path).expect("there");
     assert_eq!(full.expect("full").kind(), std::io::ErrorKind::WouldBlock);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use streamfold_core::{Dialect, Options};
-use streamfold_io::reactor::{ConnectionId, Lane, Limits, News, Reactor, Report, Swept, monotonic};
+use streamfold_io::reactor::{ConnectionId, Lane, Limits, News, Pace, Reactor, Report, Swept, monotonic};
 use streamfold_io::{Body, Event, Expected, Method, RequestHead, Shared};
 
 /// The head of a stream that lasts until the connection closes.
@@ -65,7 +65,7 @@ pub struct Driven {
 impl Driven {
     pub fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        Self { reactor: Reactor::new().expect("descriptors"), listener, reports: Vec::new() }
+        Self { reactor: Reactor::new(Pace::default()).expect("descriptors"), listener, reports: Vec::new() }
     }
 
     pub fn connect(&mut self) -> ConnectionId {
@@ -114,7 +114,7 @@ impl Driven {
 
     pub fn sweep(&mut self, lane: Lane, limits: Limits) -> Swept {
         self.reactor.look(lane).expect("a poll");
-        self.reactor.sweep(lane, limits, monotonic, &mut self.reports).expect("a poll")
+        self.reactor.sweep(lane, limits, monotonic, &mut self.reports)
     }
 
     /// What became of connecting.

@@ -59,6 +59,29 @@ fn a_bounded_sweep_leaves_some_sockets_and_the_next_one_begins_with_them() {
 }
 
 #[test]
+fn sockets_that_are_ready_again_wait_for_the_next_round() {
+    let mut driven = Driven::new();
+    let exchanges: Vec<_> = (0..3).map(|_| stream()).collect();
+    let mut servers: Vec<_> = exchanges.iter().map(|exchange| driven.begin(exchange).1).collect();
+    for server in &mut servers {
+        write(server, &format!("{UNTIL_CLOSE}{}", event(1, false)));
+    }
+    driven.until_ready(Lane::Ordinary, 3);
+    let limits = Limits { seconds: f64::INFINITY, bytes: 1 };
+    for turn in 1..=3 {
+        let swept = driven.sweep(Lane::Ordinary, limits);
+        assert_eq!((swept.turns, swept.is_bounded), (1, turn < 3));
+        for (server, exchange) in servers.iter_mut().zip(&exchanges) {
+            if exchange.token_count() == 1 {
+                write(server, ": a comment\n\n");
+            }
+        }
+    }
+    assert!(exchanges.iter().all(|exchange| exchange.token_count() == 1));
+    driven.until_ready(Lane::Ordinary, 3);
+}
+
+#[test]
 fn a_sweep_ends_when_its_time_is_up() {
     let mut driven = Driven::new();
     let exchanges: Vec<_> = (0..4).map(|_| stream()).collect();
@@ -73,7 +96,7 @@ fn a_sweep_ends_when_its_time_is_up() {
         now += 0.003;
         now
     };
-    let swept = driven.reactor.sweep(Lane::Ordinary, Limits::default(), clock, &mut driven.reports).expect("a poll");
+    let swept = driven.reactor.sweep(Lane::Ordinary, Limits::default(), clock, &mut driven.reports);
     assert_eq!((swept.turns, swept.is_bounded), (2, true));
     assert!(swept.seconds >= 0.005);
     driven.until(|_| exchanges.iter().all(|exchange| exchange.token_count() == 1));
