@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from streamfold.client.request import CallRequest
-
 SHAPE = Experts(4, 2, 16, "uint8")  # of the engine's model
 TOP_P: dict[str, Any] = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
 ALL = 1 << 20  # of what has happened, an engine remembers the last so many
@@ -213,13 +211,13 @@ class Departures(list[str]):
 def departures(monkeypatch: pytest.MonkeyPatch) -> Departures:
     """All requests that leave from now on."""
     left = Departures()
-    run_again = CallRunner._run_again
+    begin = CallRunner._try
 
-    async def counted(runner: CallRunner, request: CallRequest) -> None:
-        left.again += 1
-        await run_again(runner, request)
+    def counted(runner: CallRunner, *, fresh: bool = False) -> None:
+        left.again += fresh
+        begin(runner, fresh=fresh)
 
-    monkeypatch.setattr(CallRunner, "_run_again", counted)
+    monkeypatch.setattr(CallRunner, "_try", counted)
     send = Attempt._actions[Action.SEND]
 
     def noted(attempt: Attempt) -> None:
