@@ -14,6 +14,7 @@ from support import bodies_vllm
 from support.completing import SOON, answers, completed, sample_of, truncated
 from support.replay import DONE, HANG, PROMPT, RST, answer_json, chunk, head, stream, until
 from support.speaking import SGLANG, VLLM, Speech
+from support.tries import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -257,13 +258,16 @@ async def test_logprobs_for_a_part_of_the_response_are_refused_before_the_reques
 async def test_a_cancel_does_not_complete_a_response_that_has_lost_an_event() -> None:
     """A server that reports usage only behind the terminal event shows only there that an event is missing."""
     steps: list[Step] = [head(), *map(chunk, (bodies_vllm.event([10]), bodies_vllm.event([12], "stop")))]
-    async with (
-        VLLM.replay([*steps, chunk(bodies_vllm.usage_event(3)), HANG]) as server,
-        VLLM.client(server.url, retries=SOON) as client,
-    ):
+    async with VLLM.replay() as server, VLLM.client(server.url, retries=SOON) as client:
+        server.routes[VLLM.path] = in_turn(server, [*steps, chunk(bodies_vllm.usage_event(3)), HANG], [HANG])
         sample = sample_of()
         task = asyncio.ensure_future(completed(client, sample))
-        await until(lambda: client.running and any(call._attempt.error for call in calls_of(client)))
+        # The error is there, or the next call has begun.
+        await until(
+            lambda: (
+                len(server.generates) == 2 or (client.running and any(call._attempt.error for call in calls_of(client)))
+            )
+        )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
