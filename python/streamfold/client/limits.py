@@ -8,15 +8,10 @@ import random
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["Deadline", "Limits", "Retries", "Slots", "Timeouts", "check_seconds"]
+__all__ = ["Limits", "Retries", "Slots", "Timeouts", "check_seconds"]
 
 _MAX_RETRY_AFTER = 600.0  # seconds
-_EXPIRY_GRACE = 0.02  # seconds between a deadline and its expiry: a busy event loop is not a silent engine
 
 
 @dataclass(frozen=True)
@@ -105,46 +100,6 @@ class Retries:
         jitter = self.jitter * random.random()  # noqa: S311  # no secret: it only spreads retries
         backoff = min(self.longest, self.first * 2.0 ** min(failures - 1, 64)) * (1 - jitter)
         return backoff if retry_after is None else max(backoff, min(retry_after, _MAX_RETRY_AFTER) * (1 + jitter))
-
-
-class Deadline:
-    """A deadline that moves at each token, with one timer, which is rescheduled only when it fires.
-
-    ``expired`` is called when the deadline has passed. Bound to the running event loop.
-    """
-
-    def __init__(self, expired: Callable[[], None]) -> None:
-        self._expired = expired
-        self._loop = asyncio.get_running_loop()
-        self._when = math.inf
-        self._in_grace = False
-        self._timer: asyncio.Handle | None = None
-        self._fires_at = math.inf
-
-    def set(self, seconds: float | None) -> None:
-        """Expire ``seconds`` from now; None: never."""
-        self._in_grace = False
-        self._when = math.inf if seconds is None else self._loop.time() + seconds
-        if self._when < self._fires_at:
-            self._start(self._when)
-        elif seconds is None:
-            self._start(math.inf)
-
-    def _start(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._fires_at = when  # not timer.when(): uvloop's timers lack it if they are due at once
-        self._timer = self._loop.call_at(when, self._fire) if when < math.inf else None
-
-    def _fire(self) -> None:
-        self._timer, self._fires_at = None, math.inf
-        if self._loop.time() < self._when:
-            self._start(self._when)
-        elif not self._in_grace:
-            self._in_grace = True
-            self._start(self._loop.time() + _EXPIRY_GRACE)
-        else:
-            self._expired()
 
 
 def check_seconds(name: str, value: float | None, *, optional: bool) -> None:
