@@ -46,7 +46,8 @@ class SampleLike(Protocol):
         status: a member of an enum with the names PENDING, COMPLETED, TRUNCATED and ABORTED. Samples of any other
             status are neither written nor resumed.
         metadata: any JSON-like notes; None counts as empty. streamfold's own keys are listed in
-            ``streamfold/samples/metadata.py``. The dict is replaced, never changed.
+            ``streamfold/samples/metadata.py``. The dict may be shared by several samples: it is copied once, when the
+            sample first enters, and changed in place from then on.
     """
 
     index: int | None

@@ -65,7 +65,7 @@ async def test_a_stream_that_breaks_off_is_resumed_and_written_once_for_each_req
     assert [request.budget for request in requests] == [8, 8, 8, 6, 6]
     assert len({request.rid for request in requests}) == 5
     assert params == {"max_new_tokens": 8}
-    assert sample.metadata["resumed"] == 1
+    assert sample.metadata["streamfold_resumed"] == 1
     assert aligned(sample)
 
 
@@ -76,7 +76,7 @@ async def test_a_restart_goes_back_to_the_state_before_the_request() -> None:
         await ask(streaming(server, streamfold_resume="restart", **AGAIN), sample, {"max_new_tokens": 8})
         assert [sent_request(request).ids for request in server.generates] == [PROMPT, PROMPT]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 async def test_one_setting_leaves_resuming_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ class Settings:
     max_event_bytes: int = _setting(Limits.max_event_bytes, "bytes of one event; a longer one is an error", minimum=1)
     model: str | None = _setting(
         None,
-        "the model of `sglang_model_routers` (`vllm_model_routers`) to use for samples without "
-        '`metadata["model_name"]`',
+        "the model of `sglang_model_routers` (`vllm_model_routers`) to use for samples whose "
+        '`metadata["model_name"]` names none of them',
     )
     keep_finished: bool = _setting(
         RolloutConfig.keep_finished,

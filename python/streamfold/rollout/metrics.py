@@ -7,10 +7,12 @@ import contextlib
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from streamfold.samples.metadata import count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from rich.progress import Progress, TaskID
     from typing_extensions import Self
@@ -21,6 +23,7 @@ __all__ = ["EventLoopLag", "RolloutStats"]
 
 _TICK_SECONDS = 0.01
 _REDRAW_SECONDS = 0.1
+_LOST: Final = ("lost_side_data", "restarted_tokens")
 
 
 @dataclass
@@ -62,7 +65,7 @@ class RolloutStats:
     @contextlib.contextmanager
     def generating(self, sample: Sample) -> Iterator[list[Sample]]:
         """Count one generation. The caller fills the list with the samples that were made, if not ``sample`` alone."""
-        length, before = sample.response_length, _metadata(sample)
+        length, lost_before, resumes_before = sample.response_length, _lost(sample), count_of(sample, "resumed")
         self.samples += 1
         self.resumed += length > 0
         made: list[Sample] = []
@@ -70,18 +73,17 @@ class RolloutStats:
             yield made
         finally:
             made = made or [sample]
-            after = [_metadata(each) for each in made]
-            lost = sum(max(0, _lost(each) - _lost(before)) for each in after)
+            lost = sum(max(0, _lost(each) - lost_before) for each in made)
             self.tokens += sum(each.response_length for each in made) - length + lost
             self.lost += lost
-            self.resumes += sum(max(0, each.get("resumed", 0) - before.get("resumed", 0)) for each in after)
+            self.resumes += sum(max(0, count_of(each, "resumed") - resumes_before) for each in made)
 
     def clear(self) -> None:
         """Reset all counts."""
         vars(self).update(vars(RolloutStats()))
 
     def metrics(self, lag: EventLoopLag) -> dict[str, float]:
-        """All counts and times under names like ``rollout/tokens_per_second``."""
+        """All counts and times under names like ``streamfold/tokens_per_second``."""
         groups = ("done", "aborted", "put_back", "fresh", "kept", "failed", "stale")
         values: dict[str, float] = {f"groups/{name}": self.groups[name] for name in groups}
         values["groups/dropped"] = self.dropped.total()
@@ -103,16 +105,11 @@ class RolloutStats:
             "staleness/max": max(self.staleness, default=0),
             "source_dry": self.is_dry,
         }
-        return {f"rollout/{name}": float(value) for name, value in values.items()}
+        return {f"streamfold/{name}": float(value) for name, value in values.items()}
 
 
-def _metadata(sample: Sample) -> Mapping[str, Any]:
-    return sample.metadata or {}
-
-
-def _lost(metadata: Mapping[str, Any]) -> int:
-    lost: int = metadata.get("lost_side_data", 0) + metadata.get("restarted_tokens", 0)
-    return lost
+def _lost(sample: Sample) -> int:
+    return sum(count_of(sample, name) for name in _LOST)
 
 
 class EventLoopLag:

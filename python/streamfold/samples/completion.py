@@ -17,7 +17,7 @@ from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.merging import check_ready
-from streamfold.samples.metadata import add_counts
+from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform
@@ -84,13 +84,14 @@ async def complete(
     What a call has generated is merged before anything else happens, also if the call failed or this is cancelled. As
     long as a call has received no token, the client itself retries it. After that ``resume`` decides what follows a
     truncated or damaged stream, a timeout, a retryable error and an abort by the engine. Each resume is logged and
-    counted in ``metadata["resumed"]``; ``client.retries`` limits their number and gives the backoff before each.
+    counted in ``metadata["streamfold_resumed"]``; ``client.retries`` limits their number and gives the backoff before
+    each.
 
     A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. If the engine sends the prompt's ids
     (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is
-    restarted from its prompt, and ``metadata["restarted_tokens"]`` counts what was dropped. The same
-    holds if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine
-    would match them from their beginning. A later turn is restarted from where it started; it needs the prompt's ids.
+    restarted from its prompt, and ``metadata["streamfold_restarted_tokens"]`` counts what was dropped. The same holds
+    if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine would
+    match them from their beginning. A later turn is restarted from where it started; it needs the prompt's ids.
 
     Args:
         client: of the engine.
@@ -198,6 +199,7 @@ class _Completion:
         """Make calls until the sample is finished, its abort is the result, or no call may follow."""
         check_ready(self._sample)
         self._check_request()
+        enter(self._sample)
         turn = self._turn
         turn.start()
         verdict = turn.judge()
