@@ -139,3 +139,18 @@ async def test_a_request_that_reached_its_engine_after_the_trainers_abort_does_n
         await asyncio.wait_for(asking, 10)
         assert server.aborts
     assert (response_of(sample), sample.status) == ([], Status.ABORTED)
+
+
+@pytest.mark.parametrize("policy", ["continue", "restart"])
+async def test_penalties_that_the_engine_counts_anew_are_noted_or_restarted_as_the_setting_says(policy: str) -> None:
+    whole = stream(part([1, 2, 3, 4], finish="stop"), DONE)
+    rest = stream(part([3, 4], prompt=5, finish="stop"), DONE)
+    async with Server(answers(broken_off(part([1, 2])), rest if policy == "continue" else whole)) as server:
+        sample = sample_of()
+        args = streaming(server, streamfold_resume_penalties=policy, **AGAIN)
+        await ask(args, sample, {"max_new_tokens": 8, "frequency_penalty": 0.5})
+        resent = sent_request(server.generates[1]).ids
+    assert resent == ([*PROMPT, 1, 2] if policy == "continue" else PROMPT)
+    assert (response_of(sample), sample.status) == ([1, 2, 3, 4], Status.COMPLETED)
+    noted = [sample.metadata.get(f"streamfold_{name}") for name in ("resumed_penalties", "restarted_tokens")]
+    assert noted == ([1, None] if policy == "continue" else [None, 2])

@@ -101,6 +101,7 @@ async def _complete(
         extra=extra,
         aborted=request.abort,
         resume_aborts=False,
+        resume_penalties=request.settings.resume_penalties,
         on_generation=partial(integration.update_span, span),
     )
     client, resume = request.handle.client, request.settings.resume

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_a
 
 from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.rollout.config import RolloutConfig
-from streamfold.samples.completion import Resume  # noqa: TC001  # get_type_hints evaluates it
+from streamfold.samples.completion import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +56,10 @@ class Settings:
     resume: Resume = _setting(  # noqa: RUF009  # a field specifier
         "continue",
         "after a stream broke off: `continue` from the tokens received, `restart` without them, or `raise`",
+    )
+    resume_penalties: ResumePenalties = _setting(  # noqa: RUF009  # a field specifier
+        "continue",
+        "a partial response with penalties, which the engine counts anew in each call: `continue` it, or `restart`",
     )
     tries: int = _setting(
         Retries.tries, "requests of a call while no token has been received; also resumes of a sample", minimum=1

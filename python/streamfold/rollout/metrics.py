@@ -41,6 +41,7 @@ class RolloutStats:
         kept: of those, tokens of unfinished samples that a later rollout resumes.
         lost: tokens that were dropped, because their side data was not received or their sample was restarted.
         resumes: how often a sample was resumed after its stream had broken off.
+        resumed_penalties: how often a call continued a response whose penalties the engine then counted anew.
         retries: how often a request was retried before its first token.
         rewards: samples that got a reward.
         staleness: of each group given to the trainer, in rollouts (in a pool: weight versions).
@@ -56,6 +57,7 @@ class RolloutStats:
     kept: int = 0
     lost: int = 0
     resumes: int = 0
+    resumed_penalties: int = 0
     retries: int = 0
     rewards: int = 0
     staleness: list[int] = field(default_factory=list)
@@ -65,7 +67,8 @@ class RolloutStats:
     @contextlib.contextmanager
     def generating(self, sample: Sample) -> Iterator[list[Sample]]:
         """Count one generation. The caller fills the list with the samples that were made, if not ``sample`` alone."""
-        length, lost_before, resumes_before = sample.response_length, _lost(sample), count_of(sample, "resumed")
+        length, lost_before = sample.response_length, _lost(sample)
+        before = {name: count_of(sample, name) for name in ("resumed", "resumed_penalties")}
         self.samples += 1
         self.resumed += length > 0
         made: list[Sample] = []
@@ -76,7 +79,9 @@ class RolloutStats:
             lost = sum(max(0, _lost(each) - lost_before) for each in made)
             self.tokens += sum(each.response_length for each in made) - length + lost
             self.lost += lost
-            self.resumes += sum(max(0, count_of(each, "resumed") - resumes_before) for each in made)
+            more = {name: sum(max(0, count_of(s, name) - count) for s in made) for name, count in before.items()}
+            self.resumes += more["resumed"]
+            self.resumed_penalties += more["resumed_penalties"]
 
     def clear(self) -> None:
         """Reset all counts."""
@@ -95,6 +100,7 @@ class RolloutStats:
             "tokens/kept": self.kept,
             "tokens/lost": self.lost,
             "resumes": self.resumes,
+            "resumed_penalties": self.resumed_penalties,
             "retries": self.retries,
             "rewards": self.rewards,
             "seconds": lag.seconds,

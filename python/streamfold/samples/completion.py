@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from streamfold._core import Generation
 from streamfold.client._internal import internals_of
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike, Tokenizer
     from streamfold.client.client import Client
 
-__all__ = ["CompletionOptions", "Extra", "Resume", "complete"]
+__all__ = ["CompletionOptions", "Extra", "Resume", "ResumePenalties", "check_resume_penalties", "complete"]
 
 Resume = Literal["continue", "restart", "raise"]
+ResumePenalties = Literal["continue", "restart"]
 Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # further keys of a request, or what makes them
 S = TypeVar("S", bound="SampleLike")
 
@@ -56,7 +57,15 @@ class CompletionOptions:
             request is sent and nothing is resumed.
         resume_aborts: whether to resume after an abort event that neither the caller nor the host has caused. If not,
             the abort is the result.
+        resume_penalties: what is done with a partial response if its sampling has a penalty (``frequency_penalty``,
+            ``presence_penalty``, ``repetition_penalty``). SGLang counts only what a call itself has generated, vLLM
+            does so for the first two, so a call that resumes samples from another distribution than an uninterrupted
+            one. ``"continue"`` resumes all the same, and counts that in ``metadata["streamfold_resumed_penalties"]``;
+            ``"restart"`` drops what the turn has generated and requests it again.
         on_generation: called with what each call has generated, before it is merged.
+
+    Raises:
+        ValueError: ``resume_penalties`` has another value.
     """
 
     logprobs: bool = True
@@ -67,7 +76,17 @@ class CompletionOptions:
     extra: Extra | None = None
     aborted: Callable[[], bool] | None = None
     resume_aborts: bool = True
+    resume_penalties: ResumePenalties = "continue"
     on_generation: Callable[[Generation], object] | None = None
+
+    def __post_init__(self) -> None:
+        check_resume_penalties(self.resume_penalties)
+
+
+def check_resume_penalties(value: object) -> None:
+    """Raise ValueError if a value is not one of ``resume_penalties``."""
+    if value not in get_args(ResumePenalties):
+        raise ValueError(f'resume_penalties must be "continue" or "restart", not {value!r}')
 
 
 async def complete(
@@ -91,7 +110,8 @@ async def complete(
     (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is
     restarted from its prompt, and ``metadata["streamfold_restarted_tokens"]`` counts what was dropped. The same holds
     if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine would
-    match them from their beginning. A later turn is restarted from where it started; it needs the prompt's ids.
+    match them from their beginning. Penalties would be counted from their beginning too: see
+    ``options.resume_penalties``. A later turn is restarted from where it started; it needs the prompt's ids.
 
     Args:
         client: of the engine.
@@ -188,6 +208,7 @@ class _Completion:
             tokenizer=options.tokenizer if options.tokenizer is not None else internals.tokenizer,
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
             has_experts=self._has_experts,
+            restarts_penalties=options.resume_penalties == "restart",
             has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & _PROMPT_KEYS),
         )
 

@@ -9,6 +9,10 @@ trainers' name, for the trainers' purpose.
 ``streamfold_restarted_tokens``   tokens dropped because the sample started again from its prompt or its turn
 ``streamfold_lost_side_data``     tokens dropped because their top-p ids or routed experts were not received
 ``streamfold_failures``           how often the generator or the reward of its group raised an error
+``streamfold_resumed_penalties``  how often a call continued the response although its sampling has a penalty
+                                  (``frequency_penalty``, ``presence_penalty``, ``repetition_penalty``) of which the
+                                  engine counts only what that call generates: from there on it is another sample
+                                  than that of one call
 ``start_rollout_id``              the rollout in which the response was started
 ``streamfold_text_joined``        True: the texts of two calls were concatenated as they are, so that a character
                                   whose tokens were split between the calls may be missing or damaged
@@ -44,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PREFIX: Final = "streamfold_"
-_COUNTS: Final = ("resumed", "restarted_tokens", "lost_side_data", "failures")
+_COUNTS: Final = ("resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties")
 FINISHED_AS: Final = f"{_PREFIX}ended"
 START_ROLLOUT_ID: Final = "start_rollout_id"
 _TURN: Final = f"{_PREFIX}turn"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.samples.detokenizer import Detokenizer
 from streamfold.samples.merging import merge
-from streamfold.samples.metadata import TurnState
+from streamfold.samples.metadata import TurnState, add_counts
 from streamfold.samples.reset import restart, rewind
 from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
 
@@ -42,6 +42,8 @@ class Turn:
         has_experts: whether routed experts are requested.
         has_fixed_prompt: whether each request sends the same prompt, without the tokens generated so far: a response
             that was aborted is then restarted.
+        restarts_penalties: whether a response with penalties is restarted, if the engine would count them anew in the
+            call that resumes it.
     """
 
     sample: SampleLike
@@ -51,6 +53,7 @@ class Turn:
     eos_ids: set[int]
     has_experts: bool
     has_fixed_prompt: bool = False
+    restarts_penalties: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -81,7 +84,9 @@ class Turn:
             return Verdict.RESUME
         lacks_prompt_ids = self.has_fixed_prompt or len(self.sample.tokens) == self.sample.response_length
         # A resumed request would match a stop string or a grammar from its beginning.
-        return Verdict.RESTART if lacks_prompt_ids or stop.is_partial or self._rules.has_grammar else Verdict.RESUME
+        starts_over = stop.is_partial or self._rules.has_grammar
+        starts_over = starts_over or (self.restarts_penalties and self._rules.has_reset_penalties)
+        return Verdict.RESTART if lacks_prompt_ids or starts_over else Verdict.RESUME
 
     def restart(self) -> None:
         """Drop what the turn has generated; the sample is ABORTED, as one that was aborted before its first token."""
@@ -101,6 +106,8 @@ class Turn:
             state = replace(state, exact_characters=len(self.sample.response))
         merge(self.sample, generation, args, text=self._text_of(generation))
         if self.sample.response_length - len(generation.token_ids) > state.tokens:
+            if len(generation.token_ids) and self._rules.has_reset_penalties:
+                add_counts(self.sample, resumed_penalties=1)
             self._join_text(generation, state)
 
     # The text.
