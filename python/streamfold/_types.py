@@ -10,7 +10,8 @@ __all__ = ["SampleLike", "Tokenizer"]
 class Tokenizer(Protocol):
     """A tokenizer that decodes; those of transformers do.
 
-    It decodes responses whose engine sends no text, and responses that took several calls.
+    It decodes responses whose engine sends no text, and responses that took several calls. The text of other responses
+    is compared with that of their tokens, once, when they are finished.
     """
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:

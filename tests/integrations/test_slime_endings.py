@@ -26,6 +26,7 @@ from support.host_calls import (
     aligned,
     ask,
     assert_undisturbed,
+    decoding,
     event,
     events,
     partial,
@@ -196,10 +197,12 @@ async def test_after_a_reset_the_response_resumes_from_its_own_tokens(k: int) ->
 
     sample = sample_of()
     async with Server(reply) as server:
+        args = streaming(server)
+        decoding(args, lambda tokens: text_of(*tokens))
         with pytest.raises(StreamTruncated):
-            await ask(streaming(server), sample, {"max_new_tokens": 6})
+            await ask(args, sample, {"max_new_tokens": 6})
         assert (response_of(sample), sample.status) == (every[:k], Status.ABORTED)
-        await ask(streaming(server), sample, {"max_new_tokens": 6})
+        await ask(args, sample, {"max_new_tokens": 6})
     assert response_of(sample) == every
     assert sample.rollout_log_probs == [-t / 8 for t in every]
     assert sample.response == text_of(*every)

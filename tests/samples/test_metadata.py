@@ -104,6 +104,7 @@ def test_another_dict_that_is_set_after_the_sample_has_entered_may_be_shared_too
 
 
 def test_nothing_is_remembered_of_a_sample_that_is_gone() -> None:
+    gc.collect()
     before = len(metadata._own)
     samples = [Sample() for _ in range(100)]
     for sample in samples:

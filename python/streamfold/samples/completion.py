@@ -43,7 +43,12 @@ class CompletionOptions:
 
     Attributes:
         logprobs: whether to request log-probabilities; the same for all calls of a sample.
-        tokenizer: decodes responses whose engine sends no text, or that took several calls; None: the client's.
+        tokenizer: decodes responses whose engine sends no text, or that took several calls; None: the client's. The
+            text of a finished response is compared with that of its tokens: one that the engine would not have shown
+            (SGLang repeats characters where an event brings several tokens) is replaced, which
+            ``metadata["streamfold_corrected_text"]`` counts. Without any tokenizer such a text stays as it was sent;
+            ``metadata["streamfold_unchecked_text"]`` marks it where the request or the engine's counts tell of events
+            with several tokens.
         stop_ids: tokens that end a response, besides ``stop_token_ids``: the model's EOS. A response that is aborted
             right behind such a token is finished. The set is shared: an EOS at which the engine is seen to stop is
             added to it.

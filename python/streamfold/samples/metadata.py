@@ -16,6 +16,11 @@ trainers' name, for the trainers' purpose.
 ``start_rollout_id``              the rollout in which the response was started
 ``streamfold_text_joined``        True: the texts of two calls were concatenated as they are, so that a character
                                   whose tokens were split between the calls may be missing or damaged
+``streamfold_corrected_text``     how often the engine's text of a turn was none that it would have shown of the
+                                  tokens, so that the decoded text was taken: SGLang repeats characters where an
+                                  event brings several tokens
+``streamfold_unchecked_text``     True: there was no tokenizer to check the text with, and a stream brought several
+                                  tokens an event, so that characters may be repeated in it
 ``streamfold_turn``               ``[tokens, characters]`` of the response before the turn that is being generated
 ``streamfold_known_text``         characters at the start of the response that are exact. The text behind them was
                                   concatenated, and is decoded again from the token ids when the response is
@@ -48,14 +53,17 @@ __all__ = [
 ]  # fmt: skip
 
 _PREFIX: Final = "streamfold_"
-_COUNTS: Final = ("resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties")
+_COUNTS: Final = (
+    "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text",
+)  # fmt: skip
 FINISHED_AS: Final = f"{_PREFIX}ended"
 START_ROLLOUT_ID: Final = "start_rollout_id"
 _TURN: Final = f"{_PREFIX}turn"
 _EXACT_CHARACTERS: Final = f"{_PREFIX}known_text"
 _TEXT_JOINED: Final = f"{_PREFIX}text_joined"
+_TEXT_UNCHECKED: Final = f"{_PREFIX}unchecked_text"
 OWN_KEYS: Final = frozenset(
-    {FINISHED_AS, _TURN, _EXACT_CHARACTERS, _TEXT_JOINED, *(f"{_PREFIX}{name}" for name in _COUNTS)}
+    {FINISHED_AS, _TURN, _EXACT_CHARACTERS, _TEXT_JOINED, _TEXT_UNCHECKED, *(f"{_PREFIX}{name}" for name in _COUNTS)}
 )
 # The names of keys in files that were written before all of them had the prefix, and the type of their values.
 _OLD_NAMES: Final = {
@@ -78,19 +86,22 @@ class TurnState:
         exact_characters: characters at the start of the response that are exact, as one call sent them or as they were
             decoded as a whole; None: all of them.
         text_joined: whether texts of two calls were concatenated for good.
+        text_unchecked: whether characters may be repeated in the text, which there was no tokenizer to check with.
     """
 
     tokens: int = 0
     characters: int = 0
     exact_characters: int | None = None
     text_joined: bool = False
+    text_unchecked: bool = False
 
     @classmethod
     def of(cls, sample: SampleLike) -> TurnState:
         """Read the state from a sample."""
         metadata = metadata_of(sample)
         tokens, characters = metadata.get(_TURN, (0, 0))
-        return cls(tokens, characters, metadata.get(_EXACT_CHARACTERS), bool(metadata.get(_TEXT_JOINED)))
+        flags = (bool(metadata.get(key)) for key in (_TEXT_JOINED, _TEXT_UNCHECKED))
+        return cls(tokens, characters, metadata.get(_EXACT_CHARACTERS), *flags)
 
     def save(self, sample: SampleLike) -> None:
         """Write the state to a sample; values that are the default have no key."""
@@ -98,6 +109,7 @@ class TurnState:
             _TURN: [self.tokens, self.characters] if self.tokens or self.characters else None,
             _EXACT_CHARACTERS: self.exact_characters,
             _TEXT_JOINED: self.text_joined or None,
+            _TEXT_UNCHECKED: self.text_unchecked or None,
         }
         metadata = own_metadata(sample)
         for key, value in values.items():

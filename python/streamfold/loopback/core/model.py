@@ -46,7 +46,7 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 # Mixed into the hash: one constant for each value that is drawn from it.
 _GREEDY, _SAMPLED, _LOGPROB, _KEPT, _EXPERTS, _PENALTY = 0x1001, 0x2003, 0x3005, 0x4007, 0x5009, 0x600B
 
-_PIECE_PER_1024, _SPECIAL_PER_1024 = 128, 8
+_SPECIAL_PER_1024 = 8
 _MOST_KEPT = 8
 _FLOAT32 = struct.Struct("f")
 _FLOAT64_BITS = struct.Struct("<d"), struct.Struct("<Q")
@@ -80,6 +80,8 @@ class MockModel:
         tokenizer: its vocabulary.
         seed: seed of the mock model, in place of weights.
         stop_probability: probability of the end-of-sequence token between two pieces.
+        piece_probability: probability that a free choice is a piece of text that is hard to handle, in place of a word
+            or a special token; with 1, the text is as dense as that of CJK languages, which have no spaces.
         num_layers: layers with experts.
         top_k: experts per token and layer.
         num_experts: experts per layer.
@@ -91,6 +93,7 @@ class MockModel:
         *,
         seed: int = 0,
         stop_probability: float = 1 / 256,
+        piece_probability: float = 1 / 8,
         num_layers: int = 4,
         top_k: int = 2,
         num_experts: int = 16,
@@ -99,6 +102,7 @@ class MockModel:
         self._start = _mix(seed & _MASK)
         self._trie = _trie(PIECES)
         self._stop_below = int(stop_probability * 2**32)
+        self._pieces_per_1024 = round(piece_probability * 1024)
         self._num_layers, self._top_k, self._num_experts = num_layers, top_k, num_experts
         # Steps that are coprime to the number of experts: no expert is chosen twice.
         self._expert_steps = np.array([s for s in range(1, num_experts + 1) if math.gcd(s, num_experts) == 1])
@@ -137,9 +141,9 @@ class MockModel:
         if bits >> 32 < self._stop_below:
             return tokenizer.eos_token_id
         kind, rest = bits & 1023, (bits & 0xFFFFFFFF) >> 10
-        if kind < _PIECE_PER_1024:
+        if kind < self._pieces_per_1024:
             return PIECES[rest % len(PIECES)].encode()[0]
-        if kind < _PIECE_PER_1024 + _SPECIAL_PER_1024:
+        if kind < self._pieces_per_1024 + _SPECIAL_PER_1024:
             # Not the end-of-sequence token, which has its own probability.
             specials = tokenizer.special_ids
             token = specials[rest % len(specials)]
