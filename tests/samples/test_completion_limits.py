@@ -81,7 +81,7 @@ async def test_without_text_a_truncated_response_with_stop_strings_is_restarted(
         sample = await completed(client, sample_of(stop=["END"]))
     assert VLLM.ids(server.generates[1]) == PROMPT
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12], COMPLETED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 GRAMMARS = [(SGLANG, name) for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")]
@@ -97,7 +97,7 @@ async def test_a_truncated_response_with_a_grammar_is_restarted(speech: Speech, 
     ):
         sample = await completed(client, sample_of(**params))
     assert speech.ids(server.generates[1]) == PROMPT
-    assert (sample.tokens, sample.metadata["restarted_tokens"]) == ([*PROMPT, 12, 13], 2)
+    assert (sample.tokens, sample.metadata["streamfold_restarted_tokens"]) == ([*PROMPT, 12, 13], 2)
 
 
 @pytest.mark.parametrize(("speech", "name"), [*GRAMMARS, (VLLM, "structured_outputs")])
@@ -272,4 +272,4 @@ async def test_a_cancel_does_not_complete_a_response_that_has_lost_an_event() ->
         with pytest.raises(asyncio.CancelledError):
             await task
     assert (sample.tokens, sample.status) == (PROMPT, ABORTED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2

@@ -73,6 +73,9 @@ class EngineSpec(ABC):
         stops_after_minimum: whether stop strings are matched only after ``min_new_tokens``.
         sends_unrequested_side_data: whether top-p ids and routed experts are a server flag, so that they may come
             although a request did not ask for them.
+        resets_penalties: penalties, by the names of their sampling parameters, that count only the tokens that their
+            own request has generated, so that those of a resumed response start over.
+        repeats_text: whether a stream may send characters twice where an event brings several tokens.
         delays_text: whether token ids come before their text, while that may become a stop string or is an
             incomplete character.
     """
@@ -90,6 +93,8 @@ class EngineSpec(ABC):
     tells_text: ClassVar[bool] = True
     stops_after_minimum: ClassVar[bool] = False
     sends_unrequested_side_data: ClassVar[bool] = False
+    resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    repeats_text: ClassVar[bool] = False
     delays_text: ClassVar[bool] = False
     workers_path: Final = "/workers"
 

@@ -36,6 +36,7 @@ class Vllm(EngineSpec):
     tells_text = False
     stops_after_minimum = True
     sends_unrequested_side_data = True
+    resets_penalties = ("frequency_penalty", "presence_penalty")  # repetition_penalty counts the prompt too
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",
