@@ -196,7 +196,10 @@ class Attempt:
         if self._exchange is None or self._owner is None or (self._has_flag and self._owner.check_abort()):
             return
         self.sent_at = time.monotonic()
-        self._on(Event.SENT)
+        if self._state is State.SENDING:
+            self._on(Event.SENT)
+        else:  # it did not leave: the server had closed the kept connection
+            self._set_phase("first_token", self._timeouts.first_token)
         self._exchange.send()
         if self._has_flag:
             asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
@@ -256,7 +259,10 @@ class Attempt:
             self._reports[kind](self, detail)
 
     def _on_connected(self, _: None) -> None:
-        self._on(Event.CONNECTED)
+        if self._state is State.HEAD:
+            self._send()
+        else:
+            self._on(Event.CONNECTED)
 
     def _on_head(self, head: Head) -> None:
         self._look_for_abort()
