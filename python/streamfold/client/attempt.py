@@ -255,8 +255,21 @@ class Attempt:
     # What the driver reports.
 
     def _listen(self, kind: Kind, detail: Any) -> None:  # noqa: ANN401  # each kind has its own
-        if not self._is_over:
+        if self._is_over:
+            return
+        try:
             self._reports[kind](self, detail)
+        except Exception as error:  # noqa: BLE001  # a fault of our own
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
+        """End at once, in any state: who awaits the call gets the error, and does not wait for ever."""
+        self._state = State.ABORTED  # which takes whatever may still come
+        self.error = StreamfoldError(f"the call was interrupted: {error!r}")
+        self.error.__cause__ = error
+        self._is_over = True
+        _resolve(self._when_responded)
+        self._settle()
 
     def _on_connected(self, _: None) -> None:
         if self._state is State.HEAD:
