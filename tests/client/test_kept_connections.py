@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,6 +72,24 @@ async def test_an_abort_while_a_call_is_sent_once_more_lets_nothing_run_on(speec
         assert len((await asyncio.wait_for(call.abort(), 5)).token_ids) == 0
         assert set(server.aborts) == set(rids(server)[1:])
         await until(server.generates[2].peer_closed.is_set)
+
+
+@pytest.mark.parametrize("number", [3, 4])
+async def test_a_flag_that_is_raised_while_a_closed_connection_is_replaced_lets_nothing_leave(
+    speech: Speech, number: int
+) -> None:
+    looks = itertools.count(1)
+    async with speech.replay() as server, speech.client(server.url, retries=ONCE) as client:
+        server.routes[speech.path] = in_turn(server, [*speech.whole, FIN], speech.running)
+        await client.generate(PROMPT, ASKED)
+        await until(lambda: server.open == 0)
+        # The looks: for the slot, before the send that finds it closed and soon after it, before the next send. A loop
+        # may do the last two in the other order: then the fourth look is that after the send.
+        asked = client.generate(PROMPT, ASKED, aborted=lambda: next(looks) >= number)
+        assert (await asyncio.wait_for(asked, 5)).finish_reason is None
+        assert set(server.aborts) >= set(rids(server)[1:]), "what has left is aborted"
+        assert number == 4 or len(server.generates) == 1
+    await until(lambda: server.open == 0)
 
 
 @LOST

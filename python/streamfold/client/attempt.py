@@ -196,7 +196,10 @@ class Attempt:
         if self._exchange is None or self._owner is None or (self._has_flag and self._owner.check_abort()):
             return
         self.sent_at = time.monotonic()
-        self._on(Event.SENT)
+        if self._state is State.SENDING:
+            self._on(Event.SENT)
+        else:  # it did not leave: the server had closed the kept connection
+            self._set_phase("first_token", self._timeouts.first_token)
         self._exchange.send()
         if self._has_flag:
             asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
@@ -252,11 +255,27 @@ class Attempt:
     # What the driver reports.
 
     def _listen(self, kind: Kind, detail: Any) -> None:  # noqa: ANN401  # each kind has its own
-        if not self._is_over:
+        if self._is_over:
+            return
+        try:
             self._reports[kind](self, detail)
+        except Exception as error:  # noqa: BLE001  # a fault of our own
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
+        """End at once, in any state: who awaits the call gets the error, and does not wait for ever."""
+        self._state = State.ABORTED  # which takes whatever may still come
+        self.error = StreamfoldError(f"the call was interrupted: {error!r}")
+        self.error.__cause__ = error
+        self._is_over = True
+        _resolve(self._when_responded)
+        self._settle()
 
     def _on_connected(self, _: None) -> None:
-        self._on(Event.CONNECTED)
+        if self._state is State.HEAD:
+            self._send()
+        else:
+            self._on(Event.CONNECTED)
 
     def _on_head(self, head: Head) -> None:
         self._look_for_abort()

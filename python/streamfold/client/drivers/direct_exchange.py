@@ -50,7 +50,6 @@ class DirectExchange:
         "_aborted",
         "_core",
         "_listener",
-        "_may_send",
         "_opened",
         "_owner",
         "_reuses",
@@ -73,7 +72,6 @@ class DirectExchange:
         self._state = _State.OPENING
         self._opened: Opened | None = None
         self._reuses = False
-        self._may_send = False
         self._aborted = False
 
     # The handle.
@@ -97,7 +95,6 @@ class DirectExchange:
         """After ``connected``: let the request leave."""
         if self._state is not _State.READY:
             return
-        self._may_send = True
         while self._opened is not None:
             if self._opened.connection.start(self._core, self._on_event):
                 self._state = _State.RUNNING
@@ -162,10 +159,7 @@ class DirectExchange:
         if self._state is not _State.OPENING:
             return
         self._state = _State.READY
-        if self._may_send:  # the kept connection that it first got was closed by the server
-            self.send()
-        else:
-            self._listener("connected", None)
+        self._listener("connected", None)
 
     def fail(self, failure: Failure) -> None:
         """There is no connection."""
