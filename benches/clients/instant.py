@@ -34,6 +34,9 @@ class InstantDriver:
     async def aclose(self) -> None:
         """Nothing is open."""
 
+    def abandon(self) -> None:
+        """Nothing is open."""
+
 
 class InstantExchange:
     """A request and its reply, which is there once the request was sent."""

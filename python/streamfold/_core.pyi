@@ -329,8 +329,8 @@ if sys.platform == "linux":
 
         - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
         - ``rest_ceiling``: the longest rest, in seconds.
-        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 19, reading takes a twentieth of
-          a core.
+        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 19, reading takes a twentieth
+          of a core.
 
         Events are tuples ``(connection, kind, payload)``:
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import socket
 import ssl
 from typing import TYPE_CHECKING, Any
 
@@ -218,3 +219,27 @@ def run_to_the_end(factory: Callable[[], asyncio.AbstractEventLoop], main: Corou
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         assert not asyncio.all_tasks(loop)
+
+
+@pytest.mark.parametrize("factory", LOOPS.values(), ids=LOOPS)
+def test_closing_a_client_after_its_loop_closes_the_sockets_that_the_loop_left_open(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        calls: list[Call] = []  # held, so that nothing is closed because it is collected
+
+        async def begin() -> None:
+            calls.append(client.start(PROMPT, {}))
+            await until(lambda: calls[0].tries == 1)
+            await asyncio.sleep(0.05)
+
+        with contextlib.closing(factory()) as loop:
+            loop.run_until_complete(begin())
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(10)
+            while not peer.recv(1 << 16).endswith(b"}"):
+                pass
+            asyncio.run(client.aclose())
+            assert peer.recv(1) == b""

@@ -353,8 +353,9 @@ class Client:
         session = self._session
         if session is None:
             return
-        if session.loop.is_closed():  # it took everything along
+        if session.loop.is_closed():  # it took everything along but the sockets
             self._session = None
+            session.abandon()
             return
         self._check_loop(session)
         if session.closing is None:

@@ -186,3 +186,7 @@ class Session:
         self._runners.discard(runner)
         if not self._runners and self._none_left is not None and not self._none_left.done():
             self._none_left.set_result(None)
+
+    def abandon(self) -> None:
+        """After the event loop was closed: close what it left open."""
+        self._driver.abandon()

@@ -145,3 +145,6 @@ class Driver(Protocol):
 
     async def aclose(self) -> None:
         """Close all connections, and wait until nothing is left. Idempotent."""
+
+    def abandon(self) -> None:
+        """Close all connections after the event loop was closed. Nothing is reported."""

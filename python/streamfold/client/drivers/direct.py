@@ -93,6 +93,12 @@ class DirectDriver:
         await asyncio.sleep(0)  # a cancelled look-up ends
         await self._sockets.wait_closed()
 
+    def abandon(self) -> None:
+        """Close all connections and the reserve after the event loop was closed. Idempotent."""
+        self._is_closed = True
+        self._sockets.close()
+        self._connector.close()
+
     # What exchanges ask for.
 
     def take_kept(self, exchange: DirectExchange) -> Opened | None:

@@ -72,6 +72,9 @@ class HttpxDriver:
         if shared is not None:
             await shared.aclose()
 
+    def abandon(self) -> None:
+        """Nothing can be closed without the event loop: its sockets go when they are collected."""
+
 
 def check_pool(transport: httpx.AsyncBaseTransport, calls: int) -> None:
     """Check that a user's transport has room for all calls, so that they and their aborts do not wait for each other.
