@@ -344,7 +344,8 @@ class Client:
 
         Engines that the router lists and that cannot be reached are left out, which the log says. vLLM's ``/load`` is
         read where ``/metrics`` tells no load (``--disable-log-stats``); it counts only with
-        ``--enable-server-load-tracking``, so its 0 is believed only after it has said more.
+        ``--enable-server-load-tracking``, so its 0 is believed only after it has said more; it counts what
+        one API server holds.
 
         Raises:
             EngineError: no engine can be reached, or one that can be does not report its load.

@@ -150,10 +150,11 @@ class _Reply:
             Unreachable: there was no connection.
             EngineError: there is none, or the status is 300 or more.
         """
-        failed = EngineError if self.connected else Unreachable
         if self.failure is not None and not self.stopped:
+            failed = Unreachable if self.failure.is_unconnected else EngineError
             raise failed(f"no reply from {url}: {self.failure.message}", retryable=True) from self.failure.cause
         if self.head is None:
+            failed = EngineError if self.connected else Unreachable
             raise failed(f"no reply from {url} within {_TIMEOUT_SECONDS:g} s", retryable=True)
         if self.stopped:
             raise EngineError(f"the response from {url} did not end within {_TIMEOUT_SECONDS:g} s", retryable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class EngineLoads:
     def __init__(self, requests: ControlRequests) -> None:
         self._requests = requests
         self._counting: set[tuple[str, str]] = set()  # workers, and paths that have reported more than 0
+        self._telling: set[str] = set()  # workers that need no flag
         self._left_out: set[str] = set()  # dead workers that were logged
 
     async def total(self, engine: EngineSpec, workers: Sequence[str]) -> int:
@@ -78,10 +80,23 @@ class EngineLoads:
                 return load
         raise missing or EngineError("the engine has no endpoint that reports its load")
 
+    async def watch_count(self, engine: EngineSpec, worker: str, stop: AbortSignal) -> None:
+        """Ask a worker, while it may be busy, what needs a flag: a 0 that follows more is to be believed."""
+        if worker in self._telling:
+            return
+        for path in engine.load_flags:
+            if (worker, path) not in self._counting:
+                with contextlib.suppress(EngineError):
+                    if engine.read_load(await self._requests.send("GET", worker, path, stop=stop)):
+                        self._counting.add((worker, path))
+
     def _check_count(self, engine: EngineSpec, worker: str, path: str, load: int, missing: EngineError | None) -> None:
         """Raise for a 0 that may mean that the server does not count. What has counted once goes on counting."""
         flag = engine.load_flags.get(path)
-        if flag is None or (worker, path) in self._counting:
+        if flag is None:
+            self._telling.add(worker)
+            return
+        if (worker, path) in self._counting:
             return
         if not load:
             reason = "" if missing is None else f"{missing}; "

@@ -71,6 +71,7 @@ class Sweep:
 
     async def run(self) -> None:
         """Sweep until the worker is idle, ``stop`` is set, or the client is being closed."""
+        await self._loads.watch_count(self._engine, self.worker, self.stop)
         failures = idle = busy = 0
         while not (self.stop.is_set() or self._closed()):
             answers = False

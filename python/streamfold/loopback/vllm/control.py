@@ -171,10 +171,9 @@ class _VllmControl:
     async def weight_info(self, _request: HttpRequest) -> Response:
         return OrjsonResponse({"weight_version": self._scheduler.weight_version})
 
-    async def load(self, _request: HttpRequest) -> Response:
-        """Report the number of requests; 0 without ``track_load``."""
-        count = self._scheduler.running + self._scheduler.waiting
-        return OrjsonResponse({"server_load": count if self._config.track_load else 0})
+    async def load(self, request: HttpRequest) -> Response:
+        """Report the number of requests of the API process that is asked; 0 without ``track_load``."""
+        return OrjsonResponse({"server_load": len(self._held(request)) if self._config.track_load else 0})
 
     async def metrics(self, _request: HttpRequest) -> Response:
         """Report the gauges; without ``log_stats`` only what the process itself reports."""
