@@ -17,6 +17,7 @@ from support.leftovers import settled
 from support.replay import ASKED, END, HANG, PROMPT, RST, Replay, Step, Steps, answer, answer_json, begun, head, until
 from support.speaking import SGLANG
 from support.tries import in_turn
+from support.unreachable import closed_port, full_house
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +52,9 @@ def warnings(caplog: pytest.LogCaptureFixture, server: Replay) -> int:
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr("streamfold.client.control._SWEEP_SECONDS", 0.02)
-    monkeypatch.setattr("streamfold.client.control._REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr("streamfold.client.sweep._SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr("streamfold.client.sweep.REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr("streamfold.client.control._FIND_SECONDS", 0.02)
 
 
 # One engine.
@@ -149,7 +151,7 @@ async def test_a_dead_and_a_hanging_worker_are_logged_once_and_do_not_delay_the_
     async with engine(speech, 2, 0) as alive, engine(speech, abort=[HANG]) as deaf:
         workers = answer_json({"workers": [{"url": server.url} for server in (dead, deaf, alive)]})
         async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
-            assert await asyncio.wait_for(client.abort_engines(), 10) is True, "all that answer are idle"
+            assert await asyncio.wait_for(client.abort_engines(1.2), 10) is False, "nobody knows what the others run"
             assert sweeps(speech, alive) == 3
             assert [warnings(caplog, server) for server in (dead, deaf, alive)] == [1, 1, 0]
             assert router.at(speech.abort_all_path) == []
@@ -194,11 +196,7 @@ async def test_a_worker_that_fails_for_a_moment_is_not_given_up(
         assert warnings(caplog, server) == 0
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [answer_json({"workers": []}), NO_ROUTER, answer_json({"detail": "busy"}, 503), [RST]],
-    ids=["empty", "none", "busy", "reset"],
-)
+@pytest.mark.parametrize("workers", [answer_json({"workers": []}), NO_ROUTER], ids=["empty", "none"])
 async def test_without_a_list_of_workers_the_base_url_is_the_engine(speech: Speech, workers: Steps) -> None:
     async with engine(speech, 1, 0) as server, speech.client(server.url) as client:
         server.routes["/workers"] = workers
@@ -206,16 +204,82 @@ async def test_without_a_list_of_workers_the_base_url_is_the_engine(speech: Spee
         assert sweeps(speech, server) == 3
 
 
-async def test_an_engine_that_is_gone_altogether_raises_nothing(
+@pytest.mark.parametrize(
+    "workers",
+    [answer_json({"detail": "busy"}, 503), [RST], [HANG], answer_json({"error": "Unauthorized"}, 401)],
+    ids=["busy", "reset", "slow", "refused"],
+)
+async def test_while_a_router_does_not_list_its_workers_they_are_not_known_to_be_idle(
+    speech: Speech, workers: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine(speech, 1, 0) as server, speech.client(server.url) as client:
+        server.routes["/workers"] = workers
+        assert await asyncio.wait_for(client.abort_engines(1), 10) is False
+        assert sweeps(speech, server) == 3, "it may be the engine"
+        assert warnings(caplog, server) == 1
+        assert "which engines it has is not known" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "workers", [answer_json({"detail": "busy"}, 503), [RST], [HANG]], ids=["busy", "reset", "slow"]
+)
+async def test_a_router_that_lists_its_workers_a_little_later_is_asked_again(speech: Speech, workers: Steps) -> None:
+    async with engine(speech, 2, 0) as one, engine(speech, 1, 0) as two, speech.replay() as router:
+        listed = answer_json({"workers": [{"url": server.url} for server in (one, two)]})
+        router.routes["/workers"] = in_turn(router, workers, workers, listed, path="/workers")
+        async with speech.client(router.url) as client:
+            assert await asyncio.wait_for(client.abort_engines(), 10) is True
+        assert (sweeps(speech, one), sweeps(speech, two)) == (3, 3)
+
+
+async def test_a_router_that_fails_after_it_has_listed_its_workers_hides_none(speech: Speech) -> None:
+    async with engine(speech, 0) as one, engine(speech, 1) as two, speech.replay() as router:
+        listed = answer_json({"workers": [{"url": server.url} for server in (one, two)]})
+        router.routes["/workers"] = in_turn(router, listed, [RST], path="/workers")
+        async with speech.client(router.url) as client:
+            await client.workers()
+            assert await asyncio.wait_for(client.abort_engines(0.5), 10) is False
+        assert sweeps(speech, one) == 2
+        assert sweeps(speech, two) > 2
+
+
+async def test_an_engine_that_is_gone_altogether_raises_nothing_and_is_not_idle(
     speech: Speech, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with speech.replay() as dead:
         pass
     async with speech.client(dead.url) as client:
-        assert await client.abort_engines() is True, "nothing that answers is busy"
+        assert await asyncio.wait_for(client.abort_engines(0.5), 10) is False, "it may be busy, and unreachable"
         with pytest.raises(EngineError):
             await client.load()
     assert warnings(caplog, dead) == 1
+
+
+async def test_an_engine_that_can_be_reached_again_in_time_is_aborted(speech: Speech) -> None:
+    with closed_port() as (_, url):
+        pass
+    listed = {"/workers": answer_json({"workers": [{"url": url}]})}
+    async with speech.replay(routes=listed) as router, speech.client(router.url) as client:
+        aborting = asyncio.ensure_future(client.abort_engines())
+        await until(lambda: router.at("/workers"))
+        await asyncio.sleep(0.1)
+        assert not aborting.done()
+        with speech.loopback(port=int(url.rpartition(":")[2])) as box:
+            assert await asyncio.wait_for(aborting, 10) is True
+            assert "*" in box.stats().aborts
+
+
+async def test_an_engine_to_which_each_connect_times_out_is_not_known_to_be_idle(
+    speech: Speech, caplog: pytest.LogCaptureFixture
+) -> None:
+    with full_house() as (_, url):
+        async with engine(speech, 1, 0) as alive, speech.replay() as router, speech.client(router.url) as client:
+            router.routes["/workers"] = answer_json({"workers": [{"url": alive.url}, {"url": url}]})
+            assert await asyncio.wait_for(client.abort_engines(1.2), 10) is False
+            assert sweeps(speech, alive) == 3
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert url in said[0]
 
 
 async def test_workers_that_have_joined_since_are_found(speech: Speech) -> None:

@@ -134,6 +134,19 @@ def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed
         assert len(waiting) > 0
 
 
+@pytest.mark.parametrize("name", HOSTS)
+@newer_and_older
+def test_groups_are_started_although_a_run_that_died_has_left_the_trainers_state_aborted(name: str, new: bool) -> None:
+    with installed(name, new=new), loopback_engine(stop_probability=0) as engine:
+        args = streaming(engine, custom_generate_function_path=None, rollout_batch_size=2, rollout_max_response_len=5)
+        state = GenerateState(args)
+        state.aborted = True
+        groups = given(args, 0, RolloutDataSourceWithBuffer(args))
+        assert {sample.response_length for group in groups for sample in group} == {5}
+        assert not state.aborted
+        entry_module().close_rollout()
+
+
 def test_finished_groups_wait_for_the_next_rollout_and_keep_the_order_in_which_they_finished(host: None) -> None:
     generate = Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]})
     args = scripted(generate)

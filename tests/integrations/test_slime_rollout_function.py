@@ -243,6 +243,20 @@ def test_the_trainers_state_says_aborted_from_the_first_abort_to_the_end_of_the_
         assert not GenerateState(args).aborted
 
 
+@of_both
+@newer_and_older
+def test_a_rollout_starts_although_a_run_that_died_has_left_the_trainers_state_aborted(name: str, new: bool) -> None:
+    with installed(name, new=new), loopback_engine(stop_probability=0) as engine:
+        args = streaming(engine, custom_generate_function_path=None, rollout_batch_size=2, rollout_max_response_len=5)
+        state = GenerateState(args)
+        state.aborted = True
+        groups = given(entry_module().generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)))
+        assert [sample.response_length for group in groups for sample in group] == [5] * len(groups) * len(groups[0])
+        assert len(groups) == 2
+        assert not state.aborted
+    assert _handles == {}
+
+
 def test_servers_are_aborted_only_for_those_generators_that_need_it(host: None) -> None:
     waiting = Waiting()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,31 @@ def is_beginning_of(answer: Answer, engine: Loopback, **options: Any) -> bool:
     """Whether an answer that ended early holds what the undisturbed one begins with, and counts it right."""
     wanted = undisturbed(engine, params={"max_tokens": max(len(ids(answer)), 1)}, **options).token_ids
     return ids(answer) == wanted[: len(ids(answer))] and usage(answer)["completion_tokens"] == len(ids(answer))
+
+
+# Several API servers
+
+
+def test_of_several_api_servers_each_aborts_only_its_own_requests_and_a_pause_those_of_all() -> None:
+    with slow(api_servers=3) as engine, contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(opened(engine, request_id=f"r{n}", **LONG)) for n in range(6)]
+        for stream in streams:
+            started(stream)
+        assert post(engine, ALL, {}).json() == {"status": "aborted", "aborted": 2}
+        until_load(engine, 4, 0)
+        post(engine, "pause?mode=abort&clear_cache=false", {})
+        until_load(engine, 0, 0)
+        assert get(engine, "is_paused").json() == {"is_paused": True}
+        post(engine, "resume", {})
+        assert ids(generate(engine, params={"max_tokens": 3}))
+
+
+def test_an_abort_by_id_at_another_api_server_changes_nothing() -> None:
+    with slow(api_servers=2) as engine, opened(engine, request_id="a", params={"max_tokens": 30}) as stream:
+        started(stream)
+        reply = post(engine, LISTED, {"request_ids": ["generate-tokens-a"]})
+        assert reply.status_code == 200
+        assert choices(stream.to_end())[-1]["finish_reason"] == "length"
 
 
 # Aborts
@@ -297,6 +323,15 @@ def test_the_load_is_counted_only_if_the_flag_is_on(tracked: bool) -> None:
     with slow(track_load=tracked, max_running_requests=1) as engine, opened(engine, **LONG), opened(engine, **LONG):
         until_load(engine, 1, 1)
         assert get(engine, "load").json() == {"server_load": 2 if tracked else 0}
+
+
+def test_without_its_statistics_an_engine_has_metrics_and_no_gauges_of_its_requests() -> None:
+    with slow(log_stats=False) as engine, opened(engine, **LONG) as stream:
+        started(stream)
+        metrics = get(engine, "metrics")
+        assert metrics.status_code == 200
+        assert "process_open_fds" in metrics.text
+        assert "vllm:" not in metrics.text
 
 
 def test_it_tells_who_it_is_as_the_engine_does() -> None:

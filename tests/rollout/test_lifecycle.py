@@ -97,6 +97,38 @@ async def test_engines_are_aborted_only_while_a_generator_runs_that_ends_in_no_o
     assert result.metrics["streamfold/tokens/kept"] == 12
 
 
+async def test_engines_are_aborted_again_although_one_of_them_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that reaches another engine just after its abort would run to its length."""
+    monkeypatch.setattr("streamfold.rollout.scheduler._ABORT_SECONDS", 0.01)
+    swept = asyncio.Event()
+
+    class OneIsDead(NoEngine):
+        async def abort_engines(self, seconds: float = 30.0) -> bool:
+            await super().abort_engines(seconds)
+            await asyncio.sleep(seconds)
+            return False
+
+    async def generate(sample: Sample, _params: Any, *, aborted: Callable[[], bool]) -> Sample:
+        append(sample, 2)
+        if sample.group_index:
+            await swept.wait()
+            assert aborted()
+            sample.status = Status.ABORTED
+        else:
+            sample.status = Status.COMPLETED
+        return sample
+
+    generate.__dict__["abort_mode"] = "server"
+    client = OneIsDead()
+    client.on_sweep = lambda: swept.set() if client.sweeps == 3 else None
+    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "partial_rollout": True, "client": client}
+    async with nothing_left():
+        await bounded(rollout(generate, **options).run(Buffer(groups_of(2))))
+    assert client.sweeps == 3
+
+
 async def test_engines_that_cannot_be_aborted_do_not_end_the_rollout(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(NoEngine):
         async def abort_engines(self, seconds: float = 30.0) -> bool:

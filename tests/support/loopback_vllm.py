@@ -87,7 +87,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 def load(engine: Loopback) -> tuple[int, int]:
     """How many requests run and wait, as the metrics tell."""
     lines = get(engine, "metrics").text.splitlines()
-    running, waiting = (float(line.split()[1]) for line in lines if not line.startswith("#"))
+    running, waiting = (float(line.split()[1]) for line in lines if line.startswith("vllm:"))
     return int(running), int(waiting)
 
 

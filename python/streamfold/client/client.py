@@ -306,12 +306,18 @@ class Client:
         end with finish reason ``"abort"``. Calls that wait for a slot or a retry are on no engine and continue: use
         ``aborted=``, or :meth:`abort_all` as well.
 
+        With several API servers, vLLM's abort reaches the requests of one of them only. Where requests stay after
+        three aborts, the engine is paused (``mode=abort``, which ends them) and resumed at once; requests that arrive
+        in between wait, which the log says. An engine that somebody else has paused, or that does not tell, is never
+        paused or resumed.
+
         Args:
-            seconds: the longest time this may take.
+            seconds: the longest time this may take; a resume may take longer. An engine that cannot be reached, and a
+                router that does not list its engines, are tried again for as long.
 
         Returns:
-            Whether all engines that answer are idle. An engine that does not answer or does not report its load is
-            logged; nothing is raised.
+            Whether every engine was seen idle. False if any was not, or if the router did not say which engines there
+            are: the log says which, and why. Nothing is raised.
         """
         check_seconds("seconds", seconds, optional=False)
         return await self._bound().control.abort_all(seconds)
@@ -336,8 +342,13 @@ class Client:
     async def load(self) -> int:
         """Requests that run or wait on the engine, or on all engines of the router: those of other clients too.
 
+        Engines that the router lists and that cannot be reached are left out, which the log says. vLLM's ``/load`` is
+        read where ``/metrics`` tells no load (``--disable-log-stats``); it counts only with
+        ``--enable-server-load-tracking``, so its 0 is believed only after it has said more; it counts what
+        one API server holds.
+
         Raises:
-            EngineError: an engine cannot be reached, or does not report its load.
+            EngineError: no engine can be reached, or one that can be does not report its load.
         """
         return await self._bound().control.load()
 

@@ -6,14 +6,14 @@ They have concurrency limits of their own, so that an abort never queues behind 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
-from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.control_requests import EndpointMissing
+from streamfold.client.engine_loads import EngineLoads
+from streamfold.client.sweep import REPEAT_SECONDS, Sweep
 from streamfold.client.urls import normalize_base_url
 from streamfold.errors import EngineError
 
@@ -29,12 +29,11 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("streamfold")
 
-_REPEAT_SECONDS = 0.075  # an engine ignores an abort that arrives before the request
 _TRANSIT_SECONDS = 0.5  # that a request may take to its engine through a busy router
 _WORKERS_TTL = 10.0  # seconds; routers gain and lose workers
 _FAILED_WORKERS_TTL = 1.0
-_SWEEP_SECONDS = 0.25  # between two rounds of an abort of all requests
-_MAX_FAILURES = 2  # in a row, after which a worker counts as dead
+_FIND_SECONDS = 0.25  # between two questions to a router that does not list its workers
+_NO_ROUTER = (404, 405)
 
 
 class EngineControl:
@@ -55,8 +54,11 @@ class EngineControl:
         self._workers_task: asyncio.Task[list[str]] | None = None
         self._workers_expire_at = 0.0
         self._workers = [base_url]  # as last found
+        self._are_workers_known = False
+        self._workers_error: EngineError | None = None  # of the last question for them
+        self._loads = EngineLoads(requests)
         self._warned_abort: set[str] = set()  # workers whose failed aborts were logged
-        self._warned_abort_all: set[str] = set()
+        self._warned_sweep: dict[str, str] = {}  # workers that were not seen idle, and the reason that was logged
         self._missing: set[tuple[str, str]] = set()  # workers, and paths that they do not have
         self._closed = False
 
@@ -72,34 +74,48 @@ class EngineControl:
         return self._spawn(self._abort(rid, done, responded, has_tokens=has_tokens))
 
     async def load(self) -> int:
-        """Requests that run or wait, over all workers.
+        """Requests that run or wait, over all workers that can be reached; the others are logged.
 
         Raises:
-            EngineError: a worker cannot be reached, or does not report its load.
+            EngineError: no worker can be reached, or one that can be does not report its load.
         """
         return await asyncio.shield(self._spawn(self._total_load()))
 
     async def abort_all(self, seconds: float) -> bool:
         """Abort every request of every worker, those of other clients too, for ``seconds`` at most, until all are idle.
 
+        What cannot be reached is tried again within ``seconds``.
+
         Returns:
-            Whether all workers that answer are idle. Failures of a worker are logged.
+            Whether it is known which workers there are, and each was seen idle. If not, the log says why.
         """
         deadline = self._loop.time() + seconds
-        finding = self._spawn(self.workers(refresh=True))
-        await asyncio.wait({finding}, timeout=seconds)
-        workers = finding.result() if finding.done() else self._workers
-        stop = AbortSignal()
-        sweeps = [self._spawn(self._abort_until_idle(worker, stop)) for worker in workers]
+        sweeps: dict[str, Sweep] = {}
+        tasks: dict[str, asyncio.Task[None]] = {}
         try:
-            await asyncio.wait(sweeps, timeout=deadline - self._loop.time())
-            for worker, sweep in zip(workers, sweeps, strict=True):
-                if not sweep.done():
-                    _logger.warning("%s did not become idle within %g s of aborting all its requests", worker, seconds)
+            while True:
+                finding = self._spawn(self.workers(refresh=True))
+                await asyncio.wait({finding}, timeout=deadline - self._loop.time())
+                workers = self._workers
+                for worker in workers:
+                    if worker not in sweeps:
+                        sweeps[worker] = self._sweep(worker)
+                        tasks[worker] = self._spawn(sweeps[worker].run())
+                if self._are_workers_known or not self._may_find_workers(deadline):
+                    break
+                await asyncio.sleep(_FIND_SECONDS)
+            for worker in sweeps.keys() - set(workers):  # a router that was taken for an engine
+                sweeps[worker].stop.set()
+            await asyncio.wait([tasks[worker] for worker in workers], timeout=deadline - self._loop.time())
         finally:
-            stop.set()
-            await asyncio.wait(sweeps)  # a late abort of all would end requests that are started next
-        return all(sweep.result() for sweep in sweeps)
+            for sweep in sweeps.values():
+                sweep.stop.set()
+            if tasks:
+                await asyncio.wait(tasks.values())  # a late abort of all would end requests that are started next
+        reasons = self._reasons([sweeps[worker] for worker in workers])
+        if not self._closed:
+            self._log_sweeps(seconds, reasons)
+        return not reasons
 
     async def request(
         self, method: Literal["GET", "POST"], base: str, path: str, body: dict[str, Any] | None = None
@@ -142,7 +158,7 @@ class EngineControl:
     ) -> None:
         await self._post_abort(worker, rid)
         if not has_tokens:
-            await asyncio.wait({done}, timeout=_REPEAT_SECONDS)
+            await asyncio.wait({done}, timeout=REPEAT_SECONDS)
             await asyncio.wait({done, responded}, timeout=_TRANSIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
                 await self._post_abort(worker, rid)
@@ -166,47 +182,40 @@ class EngineControl:
 
     # Aborting all requests.
 
-    async def _abort_until_idle(self, worker: str, stop: AbortSignal) -> bool:
-        """Repeat the abort of all requests until the worker was idle twice: a request in transit may not be counted.
+    def _sweep(self, worker: str) -> Sweep:
+        return Sweep(
+            worker, engine=self.engine, requests=self._requests, loads=self._loads, closed=lambda: self._closed
+        )
 
-        Returns:
-            Whether it is idle, or does not answer. Nothing is sent once ``stop`` is set.
-        """
-        failures = idle = 0
-        while not (stop.is_set() or self._closed):
-            answers = False
-            try:
-                await self._post_first(worker, self.engine.aborts_all(), stop)
-                answers = True
-                load = await self._load_of(worker, stop)
-            except EngineError as error:
-                failures, idle = failures + 1, 0
-                if (failures >= _MAX_FAILURES or not error.retryable) and not stop.is_set():
-                    if worker not in self._warned_abort_all:  # every rollout ends with an abort of all
-                        self._warned_abort_all.add(worker)
-                        _logger.warning("could not abort all requests at %s, some may keep running: %s", worker, error)
-                    return not answers and error.status is None
-            else:
-                failures, idle = 0, 0 if load else idle + 1
-                if idle > 1:
-                    return True
-            await stop.wait(_REPEAT_SECONDS if idle else _SWEEP_SECONDS)
-        return False
+    def _may_find_workers(self, deadline: float) -> bool:
+        """Whether to ask once more which workers there are."""
+        is_refused = self._workers_error is not None and not self._workers_error.retryable
+        return not (is_refused or self._closed) and self._loop.time() + _FIND_SECONDS < deadline
+
+    def _reasons(self, sweeps: Sequence[Sweep]) -> dict[str, tuple[str, bool]]:
+        """Why each worker is not known to be idle, and whether its sweep gave up."""
+        reasons = {sweep.worker: (sweep.reason, sweep.gave_up) for sweep in sweeps if not sweep.is_idle}
+        if not self._are_workers_known:
+            error = self._workers_error or "no reply in the time given"
+            reasons[self._base_url] = f"which engines it has is not known: {error}", False
+        return reasons
+
+    def _log_sweeps(self, seconds: float, reasons: dict[str, tuple[str, bool]]) -> None:
+        for worker, (reason, gave_up) in reasons.items():
+            # A rollout repeats an abort that gives up many times.
+            is_new = not gave_up or self._warned_sweep.get(worker) != reason
+            _logger.log(
+                logging.WARNING if is_new else logging.DEBUG,
+                "could not abort all requests at %s, some may keep running: %s"
+                if gave_up
+                else "%s was not seen idle, some requests may keep running: %s",
+                worker,
+                reason if gave_up else f"{reason} (within {seconds:g} s)",
+            )
+        self._warned_sweep = {worker: reason for worker, (reason, _) in reasons.items()}
 
     async def _total_load(self) -> int:
-        workers = await self.workers()
-        loads = await asyncio.gather(*map(self._load_of, workers), return_exceptions=True)  # wait for all of them
-        for load in loads:
-            if isinstance(load, BaseException):
-                raise load
-        return sum(cast("list[int]", loads))
-
-    async def _load_of(self, worker: str, stop: AbortSignal | None = None) -> int:
-        *others, last = self.engine.loads
-        for path in others:
-            with contextlib.suppress(EndpointMissing):
-                return self.engine.read_load(await self._requests.send("GET", worker, path, stop=stop))
-        return self.engine.read_load(await self._requests.send("GET", worker, last, stop=stop))
+        return await self._loads.total(self.engine, await self.workers())
 
     # Workers.
 
@@ -219,13 +228,15 @@ class EngineControl:
             response = await self._requests.send("GET", self._base_url, self.engine.workers_path)
             urls = [self._worker_url(worker) for worker in self.engine.read_workers(orjson.loads(response))]
             self._workers = list(filter(None, urls)) or self._workers
+            self._are_workers_known = True
         except EngineError as error:
-            if error.status == 404:  # an engine without a router
-                self._workers = [self._base_url]
+            self._workers_error = error
+            if error.status in _NO_ROUTER:  # an engine without a router
+                self._workers, self._are_workers_known = [self._base_url], True
             else:  # a router that fails: assume that its workers are the same
                 ttl = _FAILED_WORKERS_TTL
         except orjson.JSONDecodeError:
-            self._workers = [self._base_url]
+            self._workers, self._are_workers_known = [self._base_url], True
         self._workers_expire_at = self._loop.time() + ttl
         return self._workers
 
@@ -238,17 +249,17 @@ class EngineControl:
 
     # Requests.
 
-    async def _post_first(self, worker: str, posts: Sequence[Post], stop: AbortSignal | None = None) -> None:
+    async def _post_first(self, worker: str, posts: Sequence[Post]) -> None:
         """Send the first of ``posts`` whose path the worker has."""
         *others, last = posts
         for path, body in others:
             try:
-                await self._requests.send("POST", worker, path, body, stop)
+                await self._requests.send("POST", worker, path, body)
             except EndpointMissing:  # noqa: PERF203  # there are two at most
                 self._missing.add((worker, path))
             else:
                 return
-        await self._requests.send("POST", worker, *last, stop)
+        await self._requests.send("POST", worker, *last)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from streamfold.client.deadlines import Deadlines
     from streamfold.client.drivers.base import Driver, Exchange, Failure, Fields, Head, Kind
 
-__all__ = ["ControlRequests", "EndpointMissing"]
+__all__ = ["ControlRequests", "EndpointMissing", "Unreachable"]
 
 _TIMEOUT_SECONDS = 3.0  # for one request, from the connect to the end of its response
 _MAX_CONCURRENT = 32  # requests to each worker, so that one that hangs does not delay aborts at the others
@@ -32,6 +32,10 @@ _Method = Literal["GET", "POST"]
 
 class EndpointMissing(EngineError):
     """The server does not have this endpoint, or denies access to it."""
+
+
+class Unreachable(EngineError):
+    """No connection to the server could be made."""
 
 
 class ControlRequests:
@@ -70,6 +74,7 @@ class ControlRequests:
         """Send one request to the server at base URL ``base``, and return the body of its response.
 
         Raises:
+            Unreachable: no connection in time.
             EngineError: no response in time or before ``stop`` was set, or one with a status of 300 or more.
         """
         slots = self._slots[base]
@@ -126,6 +131,7 @@ class _Reply:
         head: status and headers, once they were received.
         failure: why there is none.
         stopped: whether :meth:`stop` was called before the end.
+        connected: whether there was a connection.
     """
 
     def __init__(self) -> None:
@@ -133,6 +139,7 @@ class _Reply:
         self._body = b""
         self.failure: Failure | None = None
         self.stopped = False
+        self.connected = False
         self._exchange: Exchange | None = None
         self._over: asyncio.Future[None] | None = None
 
@@ -140,12 +147,15 @@ class _Reply:
         """The body.
 
         Raises:
+            Unreachable: there was no connection.
             EngineError: there is none, or the status is 300 or more.
         """
         if self.failure is not None and not self.stopped:
-            raise EngineError(f"no reply from {url}: {self.failure.message}", retryable=True) from self.failure.cause
+            failed = Unreachable if self.failure.is_unconnected else EngineError
+            raise failed(f"no reply from {url}: {self.failure.message}", retryable=True) from self.failure.cause
         if self.head is None:
-            raise EngineError(f"no reply from {url} within {_TIMEOUT_SECONDS:g} s", retryable=True)
+            failed = EngineError if self.connected else Unreachable
+            raise failed(f"no reply from {url} within {_TIMEOUT_SECONDS:g} s", retryable=True)
         if self.stopped:
             raise EngineError(f"the response from {url} did not end within {_TIMEOUT_SECONDS:g} s", retryable=True)
         if self.head.status >= 300:
@@ -163,6 +173,7 @@ class _Reply:
         if self.stopped:
             return
         self.failure = None
+        self.connected = False
         self._over = asyncio.get_running_loop().create_future()
         self._exchange = exchange = driver.start(request, self._listen)
         del request
@@ -186,6 +197,7 @@ class _Reply:
 
     def _listen(self, kind: Kind, detail: Any) -> None:  # noqa: ANN401  # each kind has its own
         if kind == "connected" and self._exchange is not None:
+            self.connected = True
             self._exchange.send()
         elif kind == "head":
             self.head = detail

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL_TOKENS",
     "EngineSpec",
+    "LoadMissing",
+    "Pausing",
     "RequestOptions",
     "asks_top_p",
     "check_finite",
@@ -54,6 +56,36 @@ class RequestOptions(NamedTuple):
     extra: Mapping[str, Any] | None = None
 
 
+class LoadMissing(EngineError):
+    """A reply does not tell the load, which another endpoint may."""
+
+
+class Pausing(NamedTuple):
+    """The endpoints that pause an engine.
+
+    Attributes:
+        state: tells whether it is paused.
+        pause: ends all requests, and lets new ones wait.
+        resume: lets them run.
+    """
+
+    state: str
+    pause: str
+    resume: str
+
+    @staticmethod
+    def read_state(reply: bytes) -> bool:
+        """Whether the engine is paused; EngineError if the reply does not tell."""
+        try:
+            report = orjson.loads(reply)
+        except orjson.JSONDecodeError:
+            report = None
+        paused = report.get("is_paused") if isinstance(report, dict) else None
+        if not isinstance(paused, bool):
+            raise EngineError(f"the reply does not tell whether the engine is paused: {quote(reply)}")
+        return paused
+
+
 class EngineSpec(ABC):
     """What differs between inference servers. Stateless: one object serves all calls of a client.
 
@@ -63,6 +95,8 @@ class EngineSpec(ABC):
         path: the endpoint that generates.
         rid_key: the key of the request id in the payload.
         loads: paths that report the load; the next one is tried if a server does not have the first.
+        load_flags: of those paths, the ones that report 0 unless the server has a flag, which is the value.
+        pausing: the endpoints that pause an engine whose abort of all requests may miss some; None: it misses none.
         abort_by_disconnect: whether every release ends a request at once when its stream is closed.
         aliases: the engine's own names of sampling parameters, mapped to the names used here.
         length_before_stop: whether a response of ``max_new_tokens`` tokens ends with "length" even if its last token
@@ -85,6 +119,8 @@ class EngineSpec(ABC):
     path: ClassVar[str]
     rid_key: ClassVar[str]
     loads: ClassVar[tuple[str, ...]]
+    load_flags: ClassVar[Mapping[str, str]] = {}
+    pausing: ClassVar[Pausing | None] = None
     abort_by_disconnect: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
     length_before_stop: ClassVar[bool] = False
@@ -185,6 +221,7 @@ class EngineSpec(ABC):
         """Read the number of running and waiting requests from a reply to one of :attr:`loads`.
 
         Raises:
+            LoadMissing: the reply is of a known shape, and has no load.
             EngineError: the reply has none of the known shapes.
         """
 

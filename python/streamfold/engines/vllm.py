@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from streamfold.engines.base import ALL_TOKENS, EngineSpec, asks_top_p, check_finite, read_json, with_extra
+from streamfold.engines.base import (
+    ALL_TOKENS,
+    EngineSpec,
+    LoadMissing,
+    Pausing,
+    asks_top_p,
+    check_finite,
+    read_json,
+    with_extra,
+)
 from streamfold.errors import EngineError, quote
 
 if TYPE_CHECKING:
@@ -30,7 +39,10 @@ class Vllm(EngineSpec):
     dialect = "vllm"
     path = "/inference/v1/generate"
     rid_key = "request_id"
-    loads: ClassVar[tuple[str, ...]] = ("/metrics", "/load")  # /load counts only with --enable-server-load-tracking
+    loads: ClassVar[tuple[str, ...]] = ("/metrics", "/load")
+    load_flags: ClassVar[Mapping[str, str]] = {"/load": "--enable-server-load-tracking"}
+    # With several API servers, an abort of all reaches only the requests of the one that it is posted to.
+    pausing = Pausing("/is_paused", "/pause?mode=abort&clear_cache=false", "/resume")
     abort_by_disconnect = True
     reports_stop_token = False
     tells_text = False
@@ -123,6 +135,8 @@ class Vllm(EngineSpec):
         gauges = re.findall(rb"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? +([0-9.e+]+)", reply, re.MULTILINE)
         if gauges:
             return round(sum(map(float, gauges)))
+        if not reply.lstrip().startswith((b"{", b"[", b'"', b"<")):  # metrics, but not these two
+            raise LoadMissing("/metrics has none of vLLM's gauges: was the server started with --disable-log-stats?")
         report = read_json(reply)
         load = report.get("server_load") if isinstance(report, dict) else None
         if not isinstance(load, int):

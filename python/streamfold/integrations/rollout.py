@@ -97,14 +97,19 @@ async def evaluate(integration: Integration, args: Args, rollout_id: int) -> Any
 async def create_rollout(
     integration: Integration, args: Args, settings: Settings, data_source: Source, *, pooled: bool = False
 ) -> TrainerRollout:
-    """The rollout that ``args`` and ``settings`` describe, with the running event loop's client."""
+    """The rollout that ``args`` and ``settings`` describe, with the running event loop's client.
+
+    The trainer's state is reset, as its own rollout does: a run that died may have left ``aborted`` set.
+    """
     if (durable := durable_buffer(data_source)) is not None:
         durable.tracks_in_flight = True
     client = (await client_for(integration, args, settings)).client
     state = integration.rollout_module.GenerateState(args)
-    return TrainerRollout(
+    trainer_rollout = TrainerRollout(
         integration, args, settings=settings, client=client, state=state, data_source=data_source, pooled=pooled
     )
+    trainer_rollout.reset()
+    return trainer_rollout
 
 
 class TrainerRollout:

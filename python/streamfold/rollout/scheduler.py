@@ -25,6 +25,7 @@ __all__ = ["GroupScheduler"]
 
 _logger = logging.getLogger("streamfold")
 
+_ABORT_SECONDS: Final = 2.0  # of one abort of the engines: one that cannot be reached must not delay the next at others
 _ABORT_INTERVAL: Final = 0.05  # seconds between two aborts of the engines, as requests may arrive in between
 _GRACE_SECONDS: Final = 5.0  # for tasks to end that were cancelled because they exceeded abort_seconds
 
@@ -160,7 +161,7 @@ class GroupScheduler:
         """Abort the engines repeatedly, while a generate function runs that ends only by that."""
         while self._runner.tasks.has("server") and (left := until - self._loop.time()) > 0:
             try:
-                await self._abort_engines(left)
+                await self._abort_engines(min(left, _ABORT_SECONDS))
             except Exception:
                 _logger.exception("the engines could not be aborted; waiting for their requests to end")
             await asyncio.sleep(_ABORT_INTERVAL)

@@ -91,6 +91,7 @@ class Failure:
         message: in words.
         retryable: whether another try may help.
         timed_out: whether the connection could not be opened in time.
+        is_unconnected: whether no connection could be opened, in time or at all.
         is_stale: whether a kept connection failed before the first byte of a reply: the server may have closed it
             before the request reached it.
         cause: the exception behind it.
@@ -99,6 +100,7 @@ class Failure:
     message: str
     retryable: bool = True
     timed_out: bool = False
+    is_unconnected: bool = False
     is_stale: bool = False
     cause: BaseException | None = None
 

@@ -299,7 +299,7 @@ class Opening:
     def _fail(self, message: str, cause: OSError | None, *, timed_out: bool = False) -> None:
         self.cancel()
         retryable = not isinstance(cause, ssl.SSLCertVerificationError)  # it will not be known later either
-        self._on_opened(Failure(message, retryable=retryable, timed_out=timed_out, cause=cause))
+        self._on_opened(Failure(message, retryable=retryable, timed_out=timed_out, is_unconnected=True, cause=cause))
 
 
 def _summary(errors: dict[Address, OSError]) -> str:

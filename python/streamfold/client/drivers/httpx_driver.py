@@ -297,6 +297,7 @@ def _failure(error: Exception) -> Failure:
         (str(error) or type(error).__name__) if is_known else repr(error),
         retryable=_is_transient(error),
         timed_out=isinstance(error, httpx.ConnectTimeout),
+        is_unconnected=isinstance(error, (httpx.ConnectTimeout, httpx.ConnectError)),
         cause=error,
     )
 

@@ -16,9 +16,19 @@ __all__ = ["Config", "EngineName", "FaultScript"]
 EngineName = Literal["sglang", "vllm"]
 
 _VLLM_ONLY = frozenset(
-    ("enable_scale_out", "dev_mode", "track_load", "return_routed_experts", "return_sampling_mask", "max_logprobs")
+    (
+        *("enable_scale_out", "dev_mode", "track_load", "log_stats", "api_servers"),
+        *("return_routed_experts", "return_sampling_mask", "max_logprobs"),
+    )
 )
-_AT_LEAST_1 = ("tokens_per_step", "max_running_requests", "stream_interval", "context_length", "num_experts")
+_AT_LEAST_1 = (
+    "tokens_per_step",
+    "max_running_requests",
+    "stream_interval",
+    "context_length",
+    "num_experts",
+    "api_servers",
+)
 _AT_LEAST_0 = (
     *("num_layers", "top_k", "prefill_delay", "keep_requests", "max_queued_requests", "leave_delay", "send_buffer"),
     "max_logprobs",
@@ -54,6 +64,8 @@ class Config:
 
     vLLM's flags, refused for SGLang: ``enable_scale_out`` (without it the token endpoint is disabled, as from 0.30, or
     missing), ``dev_mode`` (pause, abort all, weight versions), ``track_load`` (without it ``/load`` reports 0),
+    ``log_stats`` (without it ``/metrics`` has no gauges), ``api_servers``, the number of processes that share the
+    connections (an abort ends only requests of the process that gets it),
     ``return_routed_experts`` with every response, ``return_sampling_mask`` (as from 0.32), ``max_logprobs``.
 
     Server: ``model_name``; ``api_key``, required as a bearer token; ``base_path`` in front of every path;
@@ -93,6 +105,8 @@ class Config:
     enable_scale_out: bool = True
     dev_mode: bool = True
     track_load: bool = False
+    log_stats: bool = True
+    api_servers: int = 1
     return_routed_experts: bool = False
     return_sampling_mask: bool = False
     max_logprobs: int = 20

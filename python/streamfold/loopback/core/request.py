@@ -56,7 +56,7 @@ class EngineRequest(ABC):
 
     ``reply`` is what has been generated so far; ``notify`` is called when an event may be due. The scheduler keeps its
     state of the request here: ``prefilling`` until ``ready_at``, ``aborting``, ``parked``, and the ``milestones`` that
-    it has not reached.
+    it has not reached. ``connection`` is the number of the one on which it came.
     """
 
     counts_prompt: ClassVar[frozenset[str]] = frozenset()  # penalties that count the prompt's tokens too
@@ -69,6 +69,7 @@ class EngineRequest(ABC):
         self.aborting = False
         self.parked = False
         self.milestones: list[Milestone] = []
+        self.connection = 0
         self._config = config
         self._sampling = params.sampling
         self._model, self._tokenizer = config.model, config.tokenizer

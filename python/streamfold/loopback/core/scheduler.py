@@ -119,10 +119,10 @@ class Scheduler:
         for request in requests:
             self.abort_request(request, at_once=at_once)
 
-    def abort_all(self, *, at_once: bool = False) -> None:
-        """Abort every unfinished request."""
+    def abort_all(self, requests: Iterable[EngineRequest] | None = None, *, at_once: bool = False) -> None:
+        """Abort every unfinished request, or of those only the ones that the API process holds that was asked."""
         self._abort_all_at = asyncio.get_running_loop().time()
-        self.abort("*", self.live, at_once=at_once)
+        self.abort("*", self.live if requests is None else requests, at_once=at_once)
 
     @property
     def since_abort_all(self) -> float:

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
     from streamfold.loopback.core.request import EngineRequest, Milestone
     from streamfold.loopback.core.scheduler import Scheduler
 
-__all__ = ["MILESTONES", "Endpoint"]
+__all__ = ["MILESTONES", "Endpoint", "connection_of"]
 
 # Key of the ASGI scope's "extensions": what is done to the request at certain token counts.
 MILESTONES = "streamfold.milestones"
 
 T = TypeVar("T")
+
+
+def connection_of(scope: Scope) -> int:
+    """The number of the connection on which a request came; 0 in servers that do not tell."""
+    number: int = scope.get("state", {}).get("connection", 0)
+    return number
 
 
 class Endpoint(ABC, Generic[T]):
@@ -75,7 +81,7 @@ class Endpoint(ABC, Generic[T]):
         except MalformedBody as error:
             await OrjsonResponse(error.content, status_code=error.status)(scope, receive, send)
             return
-        client = _ClientWatch(receive)
+        client = _ClientWatch(receive, connection_of(scope))
         milestones = scope.get("extensions", {}).get(MILESTONES, ())
         try:
             if self._is_streamed(parsed):
@@ -140,6 +146,8 @@ class Endpoint(ABC, Generic[T]):
 
     def _submit(self, parsed: T, client: _ClientWatch, milestones: Sequence[Milestone]) -> list[EngineRequest]:
         requests = self._make_requests(parsed, client.wake.set)
+        for request in requests:
+            request.connection = client.connection
         self._scheduler.submit(requests, milestones)
         return requests
 
@@ -157,7 +165,8 @@ class Endpoint(ABC, Generic[T]):
 class _ClientWatch:
     """Detects a client's disconnect. ``wake`` is set by it, and by requests with new events."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, connection: int) -> None:
+        self.connection = connection
         self.wake = asyncio.Event()
         self._gone = asyncio.create_task(self._listen(receive))
         self._gone.add_done_callback(lambda _task: self.wake.set())

@@ -33,7 +33,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn with a prompt shutdown and a count of connections.
 
     The application finds the client's connection, an ``asyncio.Transport``, in ``scope["state"]["transport"]``: ASGI
-    has no other way to interrupt a response.
+    has no other way to interrupt a response. Its number is in ``scope["state"]["connection"]``.
 
     Args:
         app: the application.
@@ -80,7 +80,7 @@ class HttpServer(uvicorn.Server):
 
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
                 server.connections += 1
-                self.app_state = {**self.app_state, "transport": transport}
+                self.app_state = {**self.app_state, "transport": transport, "connection": server.connections}
                 super().connection_made(transport)
 
         return Protocol

@@ -9,6 +9,7 @@ import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from streamfold.loopback.http.endpoint import connection_of
 from streamfold.loopback.http.responses import OrjsonResponse, worker_list
 from streamfold.loopback.vllm.generate import CompletionEndpoint, TokenEndpoint
 from streamfold.loopback.vllm.params import bad_request
@@ -109,25 +110,32 @@ class _VllmControl:
             return body
         if body.get("request_ids") is None:
             return self._malformed("Missing 'request_ids' in request body")
-        self._abort(body["request_ids"])
+        self._abort(body["request_ids"], self._held(request))
         return Response()
 
     async def abort_requests(self, request: HttpRequest) -> Response:
-        """Abort the listed requests, or all if there is no list."""
+        """Abort the listed requests, or all if there is no list; only those of the API process that is asked."""
         body = await self._object(request)
         if isinstance(body, Response):
             return body
         listed = body.get("request_ids")
-        count = len(listed) if listed else len(self._scheduler.live)
+        held = self._held(request)
+        count = len(listed) if listed else len(held)
         if listed:
-            self._abort(listed)
+            self._abort(listed, held)
         else:
-            self._scheduler.abort_all(at_once=True)
+            self._scheduler.abort_all(held, at_once=True)
         return OrjsonResponse({"status": "aborted", "aborted": count})
 
-    def _abort(self, listed: list[str]) -> None:
+    def _held(self, http: HttpRequest) -> list[EngineRequest]:
+        """The unfinished requests of the API process that a connection belongs to."""
+        count = self._config.api_servers
+        process = connection_of(http.scope) % count
+        return [request for request in self._scheduler.live if request.connection % count == process]
+
+    def _abort(self, listed: list[str], held: list[EngineRequest]) -> None:
         shown: dict[str, list[EngineRequest]] = {}
-        for request in self._scheduler.live:
+        for request in held:
             shown.setdefault(request.reply.rid, []).append(request)
         for rid in listed:
             self._scheduler.abort(rid, shown.get(rid, []), at_once=True)
@@ -163,17 +171,19 @@ class _VllmControl:
     async def weight_info(self, _request: HttpRequest) -> Response:
         return OrjsonResponse({"weight_version": self._scheduler.weight_version})
 
-    async def load(self, _request: HttpRequest) -> Response:
-        """Report the number of requests; 0 without ``track_load``."""
-        count = self._scheduler.running + self._scheduler.waiting
-        return OrjsonResponse({"server_load": count if self._config.track_load else 0})
+    async def load(self, request: HttpRequest) -> Response:
+        """Report the number of requests of the API process that is asked; 0 without ``track_load``."""
+        return OrjsonResponse({"server_load": len(self._held(request)) if self._config.track_load else 0})
 
     async def metrics(self, _request: HttpRequest) -> Response:
-        lines = []
+        """Report the gauges; without ``log_stats`` only what the process itself reports."""
+        lines = ["# TYPE process_open_fds gauge", "process_open_fds 42.0"]
         for name, help_text, value in (
             ("running", "Number of requests in model execution batches.", self._scheduler.running),
             ("waiting", "Number of requests waiting to be processed.", self._scheduler.waiting),
         ):
+            if not self._config.log_stats:
+                break
             metric = f"vllm:num_requests_{name}"
             lines += [f"# HELP {metric} {help_text}", f"# TYPE {metric} gauge"]
             lines.append(f'{metric}{{engine="0",model_name="{self._config.model_name}"}} {float(value)}')
