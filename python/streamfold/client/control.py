@@ -93,17 +93,7 @@ class EngineControl:
         sweeps: dict[str, Sweep] = {}
         tasks: dict[str, asyncio.Task[None]] = {}
         try:
-            while True:
-                finding = self._spawn(self.workers(refresh=True))
-                await asyncio.wait({finding}, timeout=deadline - self._loop.time())
-                workers = self._workers
-                for worker in workers:
-                    if worker not in sweeps:
-                        sweeps[worker] = self._sweep(worker)
-                        tasks[worker] = self._spawn(sweeps[worker].run())
-                if self._are_workers_known or not self._may_find_workers(deadline):
-                    break
-                await asyncio.sleep(_FIND_SECONDS)
+            workers = await self._start_sweeps(sweeps, tasks, deadline)
             for worker in sweeps.keys() - set(workers):  # a router that was taken for an engine
                 sweeps[worker].stop.set()
             await asyncio.wait([tasks[worker] for worker in workers], timeout=deadline - self._loop.time())
@@ -181,6 +171,22 @@ class EngineControl:
                 _logger.warning("could not abort at %s, requests may keep running there: %s", worker, error)
 
     # Aborting all requests.
+
+    async def _start_sweeps(
+        self, sweeps: dict[str, Sweep], tasks: dict[str, asyncio.Task[None]], deadline: float
+    ) -> list[str]:
+        """Start to sweep each worker, and return them; ask for them until it is known which there are."""
+        while True:
+            finding = self._spawn(self.workers(refresh=True))
+            await asyncio.wait({finding}, timeout=deadline - self._loop.time())
+            workers = self._workers
+            for worker in workers:
+                if worker not in sweeps:
+                    sweeps[worker] = self._sweep(worker)
+                    tasks[worker] = self._spawn(sweeps[worker].run())
+            if self._are_workers_known or not self._may_find_workers(deadline):
+                return workers
+            await asyncio.sleep(_FIND_SECONDS)
 
     def _sweep(self, worker: str) -> Sweep:
         return Sweep(

@@ -66,42 +66,44 @@ class Sweep:
         self._requests = requests
         self._loads = loads
         self._closed = closed
+        self._failures = self._idle = self._busy = 0  # rounds in a row
         self._may_ask_state = True
         self._has_said_pause = False
 
     async def run(self) -> None:
         """Sweep until the worker is idle, ``stop`` is set, or the client is being closed."""
         await self._loads.watch_count(self._engine, self.worker, self.stop)
-        failures = idle = busy = 0
         while not (self.stop.is_set() or self._closed()):
             answers = False
             try:
                 await self._abort_all()
                 answers = True
-                load = await self._loads.of(self._engine, self.worker, self.stop)
-                idle, busy = (0, busy + 1) if load else (idle + 1, 0)
-                self.reason = f"{load} requests run or wait there" if load else "it was seen idle once only"
-                if idle > 1:
-                    self.is_idle = True
-                    return
-                if (
-                    busy >= _BUSY_ROUNDS
-                    and self._engine.pausing is not None
-                    and await self._pause(self._engine.pausing)
-                ):
-                    busy = 0
+                await self._look()
             except EngineError as error:
-                if self.stop.is_set():
-                    return
-                answers = not isinstance(error, Unreachable) and (answers or error.status is not None)
-                failures, idle, busy = failures + 1 if answers else 0, 0, 0
-                self.reason = str(error)
-                self.gave_up = not error.retryable or failures >= _MAX_FAILURES
-                if self.gave_up:
-                    return
-            else:
-                failures = 0
-            await self.stop.wait(REPEAT_SECONDS if idle else _SWEEP_SECONDS)
+                self._fail(error, answers=answers)
+            if self.is_idle or self.gave_up:
+                return
+            await self.stop.wait(REPEAT_SECONDS if self._idle else _SWEEP_SECONDS)
+
+    async def _look(self) -> None:
+        """See whether the worker is idle after an abort, and pause it if it never gets so."""
+        load = await self._loads.of(self._engine, self.worker, self.stop)
+        self._idle, self._busy = (0, self._busy + 1) if load else (self._idle + 1, 0)
+        self.reason = f"{load} requests run or wait there" if load else "it was seen idle once only"
+        self.is_idle = self._idle > 1
+        pausing = self._engine.pausing
+        if self._busy >= _BUSY_ROUNDS and pausing is not None and await self._pause(pausing):
+            self._busy = 0
+        self._failures = 0
+
+    def _fail(self, error: EngineError, *, answers: bool) -> None:
+        """Note a failure; ``answers``: the abort was answered before it."""
+        if self.stop.is_set():
+            return
+        answers = not isinstance(error, Unreachable) and (answers or error.status is not None)
+        self._failures, self._idle, self._busy = self._failures + 1 if answers else 0, 0, 0
+        self.reason = str(error)
+        self.gave_up = not error.retryable or self._failures >= _MAX_FAILURES
 
     async def _abort_all(self) -> None:
         """Send the first of the engine's POSTs whose path the worker has."""
