@@ -57,11 +57,11 @@ class Sweep:
         loads: EngineLoads,
         closed: Callable[[], bool],
     ) -> None:
-        self.worker = worker
-        self.stop = AbortSignal()
-        self.is_idle = False
-        self.gave_up = False
-        self.reason = "no reply yet"
+        self.worker: str = worker
+        self.stop: AbortSignal = AbortSignal()
+        self.is_idle: bool = False
+        self.gave_up: bool = False
+        self.reason: str = "no reply yet"
         self._engine = engine
         self._requests = requests
         self._loads = loads

@@ -42,13 +42,14 @@ class Vllm(EngineSpec):
     loads: ClassVar[tuple[str, ...]] = ("/metrics", "/load")
     load_flags: ClassVar[Mapping[str, str]] = {"/load": "--enable-server-load-tracking"}
     # With several API servers, an abort of all reaches only the requests of the one that it is posted to.
-    pausing = Pausing("/is_paused", "/pause?mode=abort&clear_cache=false", "/resume")
+    pausing: ClassVar[Pausing | None] = Pausing("/is_paused", "/pause?mode=abort&clear_cache=false", "/resume")
     abort_by_disconnect = True
     reports_stop_token = False
     tells_text = False
     stops_after_minimum = True
     sends_unrequested_side_data = True
-    resets_penalties = ("frequency_penalty", "presence_penalty")  # repetition_penalty counts the prompt too
+    # repetition_penalty counts the prompt too
+    resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty")
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

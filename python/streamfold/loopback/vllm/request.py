@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ LONGEST_CHARACTER = 4  # in bytes of UTF-8
 class VllmRequest(EngineRequest):
     """A generation in progress in vLLM."""
 
-    counts_prompt = frozenset(("repetition_penalty",))
+    counts_prompt: ClassVar[frozenset[str]] = frozenset(("repetition_penalty",))
 
     params: VllmRequestParams
     _text: _VllmText
