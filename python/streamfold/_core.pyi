@@ -206,7 +206,8 @@ class Generation:
         """The experts that each token was routed to: int32, uint8 or uint16 ``[rows, num_layers, top_k]``.
 
         ``rows`` is prompt tokens + ``n`` - 1 - ``experts_start``. Flat if the parser was given no ``experts``. None if
-        the engine did not send them for all tokens. Every slot of a padded row is -1, in the unsigned types 255 or 65535.
+        the engine did not send them for all tokens. Every slot of a padded row is -1; in the unsigned types 255 or
+        65535.
         """
     @property
     def padded_rows(self) -> int:

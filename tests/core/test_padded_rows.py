@@ -84,9 +84,7 @@ def test_minus_one_is_never_an_expert(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", UNSIGNED)
-def test_the_mark_may_be_the_last_expert_too_and_the_experts_of_a_token_are_distinct(
-    engine: str, dtype: Dtype
-) -> None:
+def test_the_mark_may_be_the_last_expert_too_and_the_experts_of_a_token_are_distinct(engine: str, dtype: Dtype) -> None:
     """DeepSeek's 256 experts as uint8: 255 is one of them."""
     mark = MARKS[dtype]
     for num_experts in (mark + 1, mark + 40, None):
@@ -101,9 +99,7 @@ def test_the_mark_may_be_the_last_expert_too_and_the_experts_of_a_token_are_dist
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", UNSIGNED)
-def test_with_one_expert_a_token_only_num_experts_tells_padding_from_the_last_expert(
-    engine: str, dtype: Dtype
-) -> None:
+def test_with_one_expert_a_token_only_num_experts_tells_padding_from_the_last_expert(engine: str, dtype: Dtype) -> None:
     mark = MARKS[dtype]
     rows = [[[1], [3]], [[mark], [mark]]]
     assert padded_rows(engine, rows, dtype, Shape(2, 1, mark, dtype)) == 1

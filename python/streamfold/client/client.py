@@ -238,6 +238,7 @@ class Client:
             raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
         budget = engine.budget(sampling_params)
         payload = engine.payload(ids, sampling_params, options)
+        drain = self._internals.timeouts.drain
         return CallRequest(
             engine=engine,
             base_url=self._base_url,
@@ -246,7 +247,7 @@ class Client:
             options=options,
             prompt_len=None if ids is None else len(ids),
             budget=budget,
-            drain=self._internals.timeouts.drain if engine.asks_side_data(payload) else 0.0,
+            drain=drain if engine.asks_side_data(payload) else min(drain, engine.abort_drain),
             connect_timeout=self._internals.timeouts.connect,
             clamped=self._clamped,
             max_event_bytes=self._limits.max_event_bytes,

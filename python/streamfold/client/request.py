@@ -31,7 +31,7 @@ class CallRequest:
         options: what was requested.
         prompt_len: tokens in the prompt; None if ``body`` holds it as text or images.
         budget: ``max_new_tokens``; None if it is not limited.
-        drain: seconds that an abort reads on for side data.
+        drain: seconds that an abort reads on for what only the terminal event carries.
         connect_timeout: seconds; None for no limit. The other phases are timed by ``Attempt``.
         clamped: what to do with clamped logprobs, as of :class:`~streamfold.Client`.
         max_event_bytes: the longest event that is parsed.

@@ -74,6 +74,8 @@ class EngineSpec(ABC):
         stops_after_minimum: whether stop strings are matched only after ``min_new_tokens``.
         sends_unrequested_side_data: whether top-p ids and routed experts are a server flag, so that they may come
             although a request did not ask for them.
+        abort_drain: seconds that an abort reads on although no side data was requested, for what only the terminal
+            event carries in any case.
         delays_text: whether token ids come before their text, while that may become a stop string or is an
             incomplete character.
     """
@@ -91,6 +93,7 @@ class EngineSpec(ABC):
     tells_text: ClassVar[bool] = True
     stops_after_minimum: ClassVar[bool] = False
     sends_unrequested_side_data: ClassVar[bool] = False
+    abort_drain: ClassVar[float] = 0.0
     delays_text: ClassVar[bool] = False
     workers_path: Final = "/workers"
 

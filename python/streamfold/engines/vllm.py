@@ -36,6 +36,7 @@ class Vllm(EngineSpec):
     tells_text = False
     stops_after_minimum = True
     sends_unrequested_side_data = True
+    abort_drain = 0.1  # for the weight versions: the event comes at once, if the abort has reached the right process
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

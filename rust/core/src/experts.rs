@@ -171,16 +171,28 @@ impl RowCheck {
                 self.padded_rows += 1;
                 continue;
             }
-            if marks > 0 && (!may_be_expert || (marks > 1 && row.chunks_exact(top_k).any(|layer| count(layer) > 1))) {
+            let is_padded_in_part = if may_be_expert { marks > 1 && has_repeat(row, top_k) } else { marks > 0 };
+            if is_padded_in_part {
                 self.error = Some(RowError::PaddedInPart { row: number });
                 return;
             }
-            if let Some(&id) = row.iter().find(|id| id.unsigned() >= self.limit()) {
+            // A mark that may be an expert is the largest id of its type, so that none is outside.
+            let limit = self.limit();
+            if !may_be_expert && let Some(&id) = row.iter().find(|id| id.unsigned() >= limit) {
                 self.error = Some(RowError::Outside { id: i64::from(id.unsigned().cast_signed()) });
                 return;
             }
         }
     }
+}
+
+/// Whether a layer has the mark twice.
+fn has_repeat<T: ExpertId>(row: &[T], top_k: usize) -> bool {
+    let mut last = None;
+    row.iter().enumerate().filter(|&(_, &id)| id == T::MARK).any(|(slot, _)| {
+        let layer = slot / top_k;
+        last.replace(layer) == Some(layer)
+    })
 }
 
 /// How many of the ids are the mark of padding.

@@ -39,7 +39,8 @@ pub(crate) struct Generation {
     /// The experts that each token was routed to: int32, uint8 or uint16 ``[rows, num_layers, top_k]``.
     ///
     /// ``rows`` is prompt tokens + ``n`` - 1 - ``experts_start``. Flat if the parser was given no ``experts``. None if
-    /// the engine did not send them for all tokens. Every slot of a padded row is -1, in the unsigned types 255 or 65535.
+    /// the engine did not send them for all tokens. Every slot of a padded row is -1; in the unsigned types 255 or
+    /// 65535.
     #[pyo3(get)]
     routed_experts: Option<Py<PyAny>>,
     /// The number of rows in ``routed_experts`` that the engine padded: it has no experts for their tokens.
