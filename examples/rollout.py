@@ -38,7 +38,7 @@ async def main(url: str) -> None:
             result = await rollout.run(buffer, rollout_id)
             for group in result.groups:
                 print([(sample.response_length, sample.status.value, sample.reward) for sample in group])
-            resumed, lost = (result.metrics[f"rollout/{name}"] for name in ("samples/resumed", "tokens/lost"))
+            resumed, lost = (result.metrics[f"streamfold/{name}"] for name in ("samples/resumed", "tokens/lost"))
             print(f"rollout {rollout_id}: {resumed:.0f} resumed, {lost:.0f} tokens lost, {len(buffer)} groups wait")
             # Train on result.groups here, and load the new weights into the engine.
 

@@ -12,7 +12,7 @@ from streamfold.client.drivers.base import Head
 
 if TYPE_CHECKING:
     from streamfold import Generation
-    from streamfold.client.drivers.base import HttpRequest, Listener
+    from streamfold.client.drivers.base import HttpRequest, Kind, Listener
 
 
 class InstantDriver:
@@ -32,6 +32,9 @@ class InstantDriver:
         return exchange
 
     async def aclose(self) -> None:
+        """Nothing is open."""
+
+    def abandon(self) -> None:
         """Nothing is open."""
 
 
@@ -59,7 +62,8 @@ class InstantExchange:
         self.first_token_at = self.last_token_at = time.monotonic()
         self._listener("first_token", None)
         self._listener("finished", None)
-        self._listener("ended", None)
+        listener, self._listener = self._listener, _ignore  # as all drivers: no circle of references is left
+        listener("ended", None)
 
     def abort(self) -> None:
         """There is no rest."""
@@ -77,3 +81,7 @@ class InstantExchange:
     def take_body(self) -> bytes:
         """There is none."""
         return b""
+
+
+def _ignore(_kind: Kind, _detail: object) -> None:
+    """After the end, nothing is reported."""

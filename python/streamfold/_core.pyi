@@ -340,8 +340,8 @@ if sys.platform == "linux":
 
         - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
         - ``rest_ceiling``: the longest rest, in seconds.
-        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a
-          core.
+        - ``rest_share``: in between, how many times as long as the sweep a rest is. With 19, reading takes a twentieth
+          of a core.
 
         Events are tuples ``(connection, kind, payload)``:
 
@@ -357,7 +357,7 @@ if sys.platform == "linux":
         """
 
         def __new__(
-            cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05, rest_share: float = 9.0
+            cls, *, rest_floor: float = 0.005, rest_ceiling: float = 0.05, rest_share: float = 19.0
         ) -> Reactor: ...
         def fileno(self) -> int:
             """The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`."""

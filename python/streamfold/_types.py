@@ -10,7 +10,8 @@ __all__ = ["SampleLike", "Tokenizer"]
 class Tokenizer(Protocol):
     """A tokenizer that decodes; those of transformers do.
 
-    It decodes responses whose engine sends no text, and responses that took several calls.
+    It decodes responses whose engine sends no text, and responses that took several calls. The text of other responses
+    is compared with that of their tokens, once, when they are finished.
     """
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -46,7 +47,8 @@ class SampleLike(Protocol):
         status: a member of an enum with the names PENDING, COMPLETED, TRUNCATED and ABORTED. Samples of any other
             status are neither written nor resumed.
         metadata: any JSON-like notes; None counts as empty. streamfold's own keys are listed in
-            ``streamfold/samples/metadata.py``. The dict is replaced, never changed.
+            ``streamfold/samples/metadata.py``. The dict may be shared by several samples: it is copied once, when the
+            sample first enters, and changed in place from then on.
     """
 
     index: int | None

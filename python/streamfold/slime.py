@@ -99,7 +99,8 @@ async def generate_streaming(
             the sample is ABORTED and holds what was received.
 
     With top-p replay, tokens cannot be trained on without the ids that sampling could choose from. If a call ends
-    before those are received, none of its tokens are written, and ``sample.metadata["lost_side_data"]`` counts them.
+    before those are received, none of its tokens are written, and ``sample.metadata["streamfold_lost_side_data"]``
+    counts them.
     """
     return await generate.generate_sample(SLIME, args, sample, sampling_params, evaluation=evaluation)
 

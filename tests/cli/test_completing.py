@@ -57,7 +57,7 @@ async def test_a_cancelled_run_reports_its_partial_samples_and_leaves_nothing(sp
         assert sorted(ended) == list(range(16))
         assert all(error is None and sample.status is Sample.Status.ABORTED for sample, error in ended.values())
         assert sum(sample.response_length for sample, _ in ended.values()) > 400
-        assert {task.get_coro().__name__ for task in asyncio.all_tasks()} & {"work", "_pump"} == set()  # type: ignore[union-attr]
+        assert {task.get_coro().__name__ for task in asyncio.all_tasks()} & {"work", "_keep"} == set()  # type: ignore[union-attr]
         await asyncio.to_thread(_idle, engine)
 
 

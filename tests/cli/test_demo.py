@@ -40,12 +40,12 @@ def report() -> demo.Report:
 def test_two_rollouts_cut_keep_resume_and_account_for_everything(report: demo.Report) -> None:
     assert report.problems == []
     first, second = report.rollouts
-    done = [int(metrics["rollout/groups/done"]) for metrics in report.rollouts]
+    done = [int(metrics["streamfold/groups/done"]) for metrics in report.rollouts]
     assert sum(done) == len(report.given) == 14
-    assert first["rollout/groups/aborted"] > 0
-    assert first["rollout/tokens/kept"] > 0
-    assert second["rollout/samples/resumed"] > 0
-    assert sum(metrics["rollout/rewards"] for metrics in report.rollouts) == len(report.finished)
+    assert first["streamfold/groups/aborted"] > 0
+    assert first["streamfold/tokens/kept"] > 0
+    assert second["streamfold/samples/resumed"] > 0
+    assert sum(metrics["streamfold/rewards"] for metrics in report.rollouts) == len(report.finished)
     assert report.reward_calls == 1
     assert report.resumed, "none of the samples at their end was cut before"
     assert all(outcome.equal for outcome in report.outcomes)
@@ -87,7 +87,9 @@ def test_few_prompts_are_enough(count: int) -> None:
         (lambda report: replace(report, in_flight=1), "1 in flight"),
         (lambda report: replace(report, outcomes=report.outcomes[1:]), "tokens are in no sample"),
         (
-            lambda report: replace(report, rollouts=[{**told, "rollout/tokens/lost": 7.0} for told in report.rollouts]),
+            lambda report: replace(
+                report, rollouts=[{**told, "streamfold/tokens/lost": 7.0} for told in report.rollouts]
+            ),
             "14 were dropped",
         ),
         (

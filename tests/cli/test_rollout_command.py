@@ -105,7 +105,7 @@ def check_equal(engine: Loopback, sample: Sample, text: str, *, ids: bool = True
     assert sample.rollout_log_probs == expected.logprobs
     assert expected.finish is not None
     assert sample.status.value == {"stop": "completed", "length": "truncated"}[expected.finish["type"]]
-    if "text_joined" not in sample.metadata:
+    if "streamfold_text_joined" not in sample.metadata:
         assert sample.response == engine.tokenizer.decode(expected.token_ids)
 
 
@@ -189,7 +189,7 @@ def test_partial_samples_of_text_prompts_are_resumed_if_the_engine_sends_the_ids
         resumed = [request.get("input_ids") for request in asked(engine)[first:]]
         for index, sample in by_index(out).items():
             check_equal(engine, sample, LINES[index // 2])
-            assert "restarted_tokens" not in sample.metadata
+            assert "streamfold_restarted_tokens" not in sample.metadata
         assert all(sample.tokens in resumed for sample in partial.values())
 
 

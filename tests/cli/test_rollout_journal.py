@@ -8,6 +8,7 @@ import resource
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import orjson
 import pytest
 
 from streamfold.cli import journal
@@ -370,10 +371,42 @@ def test_a_run_that_starts_while_another_one_ends_writes_to_the_file_that_stays(
 
 
 @pytest.mark.parametrize(
-    "line", ['"metadata": "x"', '"restarted_tokens": "x"', '"resumed": 1', '"metadata": {"lost_side_data": "x"}']
+    "line",
+    [
+        '"metadata": "x"',
+        '"streamfold_restarted_tokens": "x"',
+        '"streamfold_resumed": 1',
+        '"metadata": {"streamfold_lost_side_data": "x"}',
+        '"sampling_params": {}',
+    ],
 )
 def test_notes_that_the_rollout_makes_itself_are_refused_by_line(line: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input_ids": [1], ' + line + "}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 1"):
         journal._read_prompt(prompts.read_bytes(), "line 1", None)
+
+
+def test_a_dataset_may_have_any_names_that_are_not_ours(tmp_path: Path, out: Path) -> None:
+    """They stay as they are through a partial sample that is read back."""
+    own = {"resumed": 1, "failures": 3, "text_joined": True, "model_name": "a teacher"}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(orjson.dumps({"input_ids": [1, 2], "metadata": own}) + b"\n")
+    plan = Plan(prompts, PARAMS)
+    with Journal(out, plan) as written:
+        written.write(ended(plan, 0, partial=True))
+    with Journal(out, plan) as read:
+        assert {key: read.partial[0].metadata[key] for key in own} == own
+        assert not [key for key in read.partial[0].metadata if key.startswith("streamfold_")]
+
+
+def test_a_partial_sample_of_an_earlier_version_keeps_its_counts_under_todays_names(prompts: Path, out: Path) -> None:
+    plan = Plan(prompts, PARAMS)
+    with Journal(out, plan) as written:
+        sample = ended(plan, 0, partial=True)
+        sample.metadata |= {"resumed": 2, "restarted_tokens": 7, "text_joined": True}
+        written.write(sample)
+    with Journal(out, plan) as read:
+        metadata = read.partial[0].metadata
+    counts = {"streamfold_resumed": 2, "streamfold_restarted_tokens": 7, "streamfold_text_joined": True}
+    assert metadata == {"sampling_params": plan[0].metadata["sampling_params"], **counts}

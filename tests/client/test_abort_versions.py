@@ -125,7 +125,7 @@ def test_a_client_that_never_drains_does_not_wait_for_versions_either() -> None:
         async with Client("http://127.0.0.1:9", **options) as client:
             call = client.start([5], PARAMS)
             await call.abort()
-            return call._runner._drain
+            return call._runner._request.drain
 
     assert asyncio.run(drains(engine="vllm")) == 0.1
     assert asyncio.run(drains(engine="vllm-completions")) == 0.1

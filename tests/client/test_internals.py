@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from streamfold import Call, Client, Retries, Timeouts
+from streamfold import Call, Client, Retries, StreamfoldError, Timeouts
 from streamfold.client._internal import internals_of
+from streamfold.client.attempt import Attempt
+from support.replay import ASKED, PROMPT, WHOLE, Replay, until
 
 
 def public(kind: type) -> set[str]:
@@ -49,3 +52,29 @@ async def test_the_end_of_all_calls_is_signalled_once_to_those_who_worked_by_the
         assert await asyncio.wait_for(waiter, 1) is True
         assert signal.is_set()
         assert not internals_of(client).abort_signal.is_set(), "work that starts now is not concerned"
+
+
+@pytest.mark.parametrize("kind", ["connected", "head", "first_token", "finished", "ended"])
+@pytest.mark.parametrize("transport", ["direct", "httpx"])
+async def test_a_fault_in_what_hears_the_driver_ends_the_call_and_the_others_go_on(
+    kind: Any, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear, heard = Attempt._reports[kind], 0
+
+    def fail_once(attempt: Attempt, detail: object) -> None:
+        nonlocal heard
+        heard += 1
+        if heard == 1:
+            raise LookupError("no such transition")
+        hear(attempt, detail)
+
+    async with Replay(WHOLE) as server:
+        async with Client(server.url, transport=transport) as client:
+            monkeypatch.setitem(Attempt._reports, kind, fail_once)
+            calls = [client.start(PROMPT, ASKED) for _ in range(3)]
+            ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+            (error,) = [end for end in ends if isinstance(end, BaseException)]
+            assert isinstance(error, StreamfoldError)
+            assert isinstance(error.__cause__, LookupError)
+            assert client.running == []
+        await until(lambda: server.open == 0)

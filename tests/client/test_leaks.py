@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import socket
 import ssl
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ import httpx
 import pytest
 
 from conftest import LOOPS
-from streamfold import Call, Client, Generation, Limits, Parser, Timeouts
+from streamfold import Call, Client, Generation, Limits, Parser, Timeouts, _core
+from streamfold.client.drivers.base import HttpRequest
+from streamfold.client.drivers.direct_exchange import DirectExchange
 from streamfold.client.drivers.httpx_connection import Connection
 from streamfold.loopback import Loopback
 from support.calls import abort_soon, has_ended
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
 BOTH_LOOPS = True
+EACH_DRIVER = True
 
 pytestmark = pytest.mark.usefixtures("kept_briefly")
 
@@ -94,9 +98,12 @@ async def storm(client: Client, count: int, seed: int, asked: dict[str, Any]) ->
     await asyncio.gather(*[one() for _ in range(count)])
 
 
-async def leaves_nothing(client: Client, count: int, seed: int, asked: dict[str, Any]) -> None:
-    """A storm, after which tasks, descriptors and slots are as before."""
+async def leaves_nothing(
+    client: Client, count: int, seed: int, asked: dict[str, Any], connections: Callable[[], int]
+) -> None:
+    """A storm, after which tasks, descriptors and slots are as before. ``connections`` counts those of the server."""
     await client.generate(PROMPT, {"max_new_tokens": 1})
+    await until(lambda: connections() == 0)
     assert client._session is not None
     tasks, files = await settled()
 
@@ -117,7 +124,7 @@ async def test_after_a_storm_of_aborts_and_cancels_nothing_is_left(
     tasks = asyncio.all_tasks()
     async with Client(engine.url, limits=Limits(calls=SLOTS), timeouts=Timeouts(drain=0.5)) as client:
         for seed in range(3):
-            await leaves_nothing(client, count // 3, seed, asked)
+            await leaves_nothing(client, count // 3, seed, asked, lambda: engine.stats().open_connections)
         assert (await client.generate(PROMPT, {"max_new_tokens": 5})).finish_reason == "length"
         for _ in range(100):  # an abort takes effect at the engine's next step
             if not (load := await client.load()):
@@ -139,12 +146,9 @@ async def test_after_a_storm_over_tls_nothing_is_left(count: int) -> None:
         server.routes["/generate"] = lambda request: (
             ending if request.json["sampling_params"]["max_new_tokens"] <= 2 else running
         )
-        transport = httpx.AsyncHTTPTransport(
-            verify=ssl.create_default_context(cafile=TLS / "cert.pem"),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
-        async with Client(server.url, transport=transport, limits=Limits(calls=SLOTS)) as client:
-            await leaves_nothing(client, count, 0, {})
+        trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
+        async with Client(server.url, ssl_context=trusting, limits=Limits(calls=SLOTS)) as client:
+            await leaves_nothing(client, count, 0, {}, lambda: server.open)
         await until(lambda: server.open == 0)
 
 
@@ -168,7 +172,7 @@ async def test_a_client_that_is_closed_in_the_middle_of_a_storm_leaves_nothing(e
 
 async def test_an_ended_call_without_references_is_freed(engine: Loopback) -> None:
     def kept() -> int:
-        kinds = (Call, Parser, Generation, Connection, httpx.Request, httpx.Response)
+        kinds = (Call, Generation, HttpRequest, _core.Exchange, DirectExchange, Parser, Connection, httpx.Request)
         # By type(), as isinstance asks things for their class, and some of torch's warn when they are asked.
         return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
 
@@ -215,3 +219,27 @@ def run_to_the_end(factory: Callable[[], asyncio.AbstractEventLoop], main: Corou
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         assert not asyncio.all_tasks(loop)
+
+
+@pytest.mark.parametrize("factory", LOOPS.values(), ids=LOOPS)
+def test_closing_a_client_after_its_loop_closes_the_sockets_that_the_loop_left_open(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        calls: list[Call] = []  # held, so that nothing is closed because it is collected
+
+        async def begin() -> None:
+            calls.append(client.start(PROMPT, {}))
+            await until(lambda: calls[0].tries == 1)
+            await asyncio.sleep(0.05)
+
+        with contextlib.closing(factory()) as loop:
+            loop.run_until_complete(begin())
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(10)
+            while not peer.recv(1 << 16).endswith(b"}"):
+                pass
+            asyncio.run(client.aclose())
+            assert peer.recv(1) == b""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold import Client, Limits, Retries, Timeouts
+from streamfold import Client, EngineError, Limits, Retries, Timeouts
+from streamfold.client.drivers.direct import DirectDriver
 from streamfold.loopback.core.scheduler import Scheduler
 from streamfold.rollout.metrics import EventLoopLag
 from support.descriptors import room_for
 from support.disturbing import Wire, at, nothing_is_left
 from support.loopback_http import post
-from support.replay import until
+from support.replay import ASKED, PROMPT, until
+from support.unreachable import closed_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from streamfold.client.drivers.base import Exchange, HttpRequest, Listener
+    from support.speaking import Speech
 
 BOTH_LOOPS = True
 
@@ -69,3 +75,34 @@ async def test_many_streams_at_once_go_through_a_limit_and_none_fails(
         pause = round(1000 * watch.longest_pause)
         record_property("longest pause of the event loop in milliseconds", pause)
         print(f"{streams} streams, {limit} at once: {watch.seconds:.1f} s, longest pause of the event loop {pause} ms")
+
+
+async def test_a_burst_of_starts_begins_little_by_little_with_the_direct_driver(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = 0
+    begun: list[int] = []
+    start = DirectDriver.start
+
+    def watched(driver: DirectDriver, request: HttpRequest, listener: Listener) -> Exchange:
+        if request.stream is not None:
+            begun.append(passes)
+        return start(driver, request, listener)
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(DirectDriver, "start", watched)
+    with closed_port() as (_, url):
+        client = speech.client(url, retries=Retries(tries=2, first=0, longest=0))
+        counter = asyncio.ensure_future(count())
+        calls = [client.start(PROMPT, ASKED) for _ in range(300)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        counter.cancel()
+        await client.aclose()
+    assert {type(end) for end in ends} == {EngineError}
+    assert len(begun) == 600
+    assert max(Counter(begun).values()) <= 2 * 64  # the count moves in the middle of a pass

@@ -90,13 +90,12 @@ def server_tls() -> ssl.SSLContext:
     return context
 
 
-def trusting() -> httpx.AsyncHTTPTransport:
-    context = ssl.create_default_context(cafile=TLS / "cert.pem")
-    return httpx.AsyncHTTPTransport(verify=context, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+def trusting() -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=TLS / "cert.pem")
 
 
 async def test_tls_works_as_plain_http_does() -> None:
-    async with Replay(WHOLE, tls=server_tls()) as server, Client(server.url, transport=trusting()) as client:
+    async with Replay(WHOLE, tls=server_tls()) as server, Client(server.url, ssl_context=trusting()) as client:
         assert (await client.generate(PROMPT, {})).token_ids.tolist() == [1, 2, 3]
         server.routes["/generate"] = RUNNING
         call = client.start(PROMPT, {})
@@ -114,7 +113,7 @@ async def test_tls_works_as_plain_http_does() -> None:
 async def test_an_abort_in_any_step_of_a_tls_handshake_leaves_nothing() -> None:
     async with Replay(RUNNING, tls=server_tls()) as server:
         for steps in range(0, 120, 3):
-            async with Client(server.url, transport=trusting()) as client:
+            async with Client(server.url, ssl_context=trusting()) as client:
                 call = client.start(PROMPT, {})
                 for _ in range(steps):
                     await asyncio.sleep(0)

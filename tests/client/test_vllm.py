@@ -87,7 +87,7 @@ async def test_an_abort_of_all_of_an_engine_ends_the_calls_and_the_samples_go_on
             await asyncio.gather(*work)
         for sample in samples:
             undisturbed = VLLM.undisturbed(engine, PROMPT, sample.metadata["sampling_params"])
-            assert sample.metadata["resumed"] >= 1, "nothing was aborted: this tests nothing"
+            assert sample.metadata["streamfold_resumed"] >= 1, "nothing was aborted: this tests nothing"
             assert sample.tokens == [*PROMPT, *undisturbed.token_ids]
 
 

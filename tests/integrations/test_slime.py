@@ -285,6 +285,20 @@ async def test_a_named_model_is_requested_from_its_own_router(newer: None, monke
         assert (len(usual.generates), len(first.generates), len(second.generates)) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("name", ["a teacher", 7, ["first"], None])
+async def test_a_model_name_of_the_dataset_that_no_router_has_is_no_error(
+    newer: None, name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's own ``get_model_url`` takes the default router."""
+    async with Server(whole()) as first, Server(whole()) as usual:
+        args = streaming(usual, **{f"{engine.current().name}_model_routers": {"first": ("127.0.0.1", first.port)}})
+        assert (await ask(args, sample_of(metadata={"model_name": name}))).status is Status.COMPLETED
+        assert (len(usual.generates), len(first.generates)) == (1, 0)
+        monkeypatch.setenv("STREAMFOLD_MODEL", "first")
+        await ask(args, sample_of(metadata={"model_name": name}))
+        assert (len(usual.generates), len(first.generates)) == (1, 1)
+
+
 async def test_a_router_may_have_an_ipv6_address(newer: None) -> None:
     async with Server(whole(), host="::1") as server:
         args = streaming(server)

@@ -90,7 +90,7 @@ async def test_the_trainers_abort_keeps_every_token_and_the_next_call_resumes(ne
         assert [sample.status for sample in aborted] == [Status.ABORTED] * 2
         assert all(0 < sample.response_length < 60 and aligned(sample) for sample in aborted)
         assert all(sample.rollout_top_p_token_offsets is not None for sample in aborted), "the abort was waited out"
-        assert [sample.metadata.get("lost_side_data") for sample in aborted] == [None, None]
+        assert [sample.metadata.get("streamfold_lost_side_data") for sample in aborted] == [None, None]
         assert rewards.calls == []
         aborts = [request.json() for request in engine.seen() if request.path == "/abort_request"]
         assert ({"abort_all": True} in aborts) is not new
@@ -258,7 +258,7 @@ async def test_tokens_without_their_top_p_ids_are_counted_as_lost(slime: None) -
         await host_aborts(args, sample, params={**PARAMS, **TOP_P}, when=lambda: arrived() == 2)
         await until(lambda: server.open == 0)
     assert (sample.tokens, sample.status) == (PROMPT, Status.ABORTED)
-    assert sample.metadata == {"lost_side_data": 2}
+    assert sample.metadata == {"streamfold_lost_side_data": 2}
 
 
 async def test_a_finished_call_is_not_disturbed_by_a_later_abort(newer: None) -> None:

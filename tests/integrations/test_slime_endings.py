@@ -26,6 +26,7 @@ from support.host_calls import (
     aligned,
     ask,
     assert_undisturbed,
+    decoding,
     event,
     events,
     partial,
@@ -196,10 +197,12 @@ async def test_after_a_reset_the_response_resumes_from_its_own_tokens(k: int) ->
 
     sample = sample_of()
     async with Server(reply) as server:
+        args = streaming(server)
+        decoding(args, lambda tokens: text_of(*tokens))
         with pytest.raises(StreamTruncated):
-            await ask(streaming(server), sample, {"max_new_tokens": 6})
+            await ask(args, sample, {"max_new_tokens": 6})
         assert (response_of(sample), sample.status) == (every[:k], Status.ABORTED)
-        await ask(streaming(server), sample, {"max_new_tokens": 6})
+        await ask(args, sample, {"max_new_tokens": 6})
     assert response_of(sample) == every
     assert sample.rollout_log_probs == [-t / 8 for t in every]
     assert sample.response == text_of(*every)
@@ -244,12 +247,12 @@ async def test_an_abort_before_the_first_token_leaves_an_empty_sample() -> None:
 async def test_without_their_top_p_ids_tokens_are_counted_and_not_written() -> None:
     sample = await failed(StreamTruncated, two(FIN), TOP_P)
     assert (sample.tokens, sample.response, sample.rollout_log_probs) == (PROMPT, "", None)
-    assert sample.metadata == {"mine": 1, "lost_side_data": 2}
+    assert sample.metadata == {"mine": 1, "streamfold_lost_side_data": 2}
     assert sample.writes == 0
     sample.status = Status.PENDING
     async with Server(stream(event([1, 2, 3], 3, "abort"), DONE)) as server:
         await ask(streaming(server), sample, TOP_P)
-    assert sample.metadata == {"mine": 1, "lost_side_data": 5}
+    assert sample.metadata == {"mine": 1, "streamfold_lost_side_data": 5}
     assert (sample.status, sample.writes) == (Status.ABORTED, 0)
 
 
@@ -259,7 +262,7 @@ async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_
         params = {"max_new_tokens": 9, **TOP_P}
         sample = await ask(streaming(engine), Sample(prompt=TEXT), {**params, "max_new_tokens": 4})
         sample.status = Status.ABORTED
-        before = {**vars(sample), "metadata": {"lost_side_data": 2}}
+        before = {**vars(sample), "metadata": {"streamfold_lost_side_data": 2}}
         broken: list[Any] = [head(), *(chunk(event([i], i, prompt_tokens=6)) for i in (1, 2)), FIN]
         async with Server(broken) as server:
             with pytest.raises(StreamTruncated):
@@ -278,7 +281,7 @@ async def test_a_finished_call_without_requested_side_data_is_an_error_that_name
     )
     assert isinstance(spans[-1].error, EngineError)
     assert what in spans[-1].error.message
-    assert (sample.tokens, sample.metadata) == (PROMPT, {"mine": 1, "lost_side_data": 3})
+    assert (sample.tokens, sample.metadata) == (PROMPT, {"mine": 1, "streamfold_lost_side_data": 3})
 
 
 @slime_only

@@ -65,7 +65,7 @@ async def test_a_stream_that_breaks_off_is_resumed_and_written_once_for_each_req
     assert [request.budget for request in requests] == [8, 8, 8, 6, 6]
     assert len({request.rid for request in requests}) == 5
     assert params == {"max_new_tokens": 8}
-    assert sample.metadata["resumed"] == 1
+    assert sample.metadata["streamfold_resumed"] == 1
     assert aligned(sample)
 
 
@@ -76,7 +76,7 @@ async def test_a_restart_goes_back_to_the_state_before_the_request() -> None:
         await ask(streaming(server, streamfold_resume="restart", **AGAIN), sample, {"max_new_tokens": 8})
         assert [sent_request(request).ids for request in server.generates] == [PROMPT, PROMPT]
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.COMPLETED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 async def test_one_setting_leaves_resuming_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +139,18 @@ async def test_a_request_that_reached_its_engine_after_the_trainers_abort_does_n
         await asyncio.wait_for(asking, 10)
         assert server.aborts
     assert (response_of(sample), sample.status) == ([], Status.ABORTED)
+
+
+@pytest.mark.parametrize("policy", ["continue", "restart"])
+async def test_penalties_that_the_engine_counts_anew_are_noted_or_restarted_as_the_setting_says(policy: str) -> None:
+    whole = stream(part([1, 2, 3, 4], finish="stop"), DONE)
+    rest = stream(part([3, 4], prompt=5, finish="stop"), DONE)
+    async with Server(answers(broken_off(part([1, 2])), rest if policy == "continue" else whole)) as server:
+        sample = sample_of()
+        args = streaming(server, streamfold_resume_penalties=policy, **AGAIN)
+        await ask(args, sample, {"max_new_tokens": 8, "frequency_penalty": 0.5})
+        resent = sent_request(server.generates[1]).ids
+    assert resent == ([*PROMPT, 1, 2] if policy == "continue" else PROMPT)
+    assert (response_of(sample), sample.status) == ([1, 2, 3, 4], Status.COMPLETED)
+    noted = [sample.metadata.get(f"streamfold_{name}") for name in ("resumed_penalties", "restarted_tokens")]
+    assert noted == ([1, None] if policy == "continue" else [None, 2])

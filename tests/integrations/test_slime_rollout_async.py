@@ -150,7 +150,7 @@ def test_metrics_are_those_since_the_last_rollout_with_slimes_own_beside_them(ho
     args = scripted(Scripted(), dynamic_sampling_filter_path=lambda args, group: Verdict(group[0].index))
     source = entry_module().DataSource(args)
     metrics = [entry_module().generate_rollout_async(args, rollout_id, source).metrics for rollout_id in range(2)]
-    assert [each["rollout/groups/done"] for each in metrics] == [2, 2]
+    assert [each["streamfold/groups/done"] for each in metrics] == [2, 2]
     assert sum(each["rollout/dynamic_filter/drop_odd"] for each in metrics) >= 3
 
 

@@ -158,7 +158,7 @@ def test_a_sample_that_the_engine_aborted_is_retried(host: None, partial_rollout
             path, body = engines.current().abort_all
             await http_utils.post(engine.url + path, body)
 
-        disturbs = None if "resumed" in sample.metadata else asyncio.ensure_future(disturb())
+        disturbs = None if "streamfold_resumed" in sample.metadata else asyncio.ensure_future(disturb())
         sample = await entry_module().generate_streaming(args, sample, sampling_params)
         if disturbs is not None:
             await disturbs
@@ -181,12 +181,12 @@ def test_a_sample_that_the_engine_aborted_is_retried(host: None, partial_rollout
         ((sample,),), metrics = rolled(args)
         assert_undisturbed(engine, args, sample, GenerateState(args).sampling_params)
     assert rewards.calls == [sample]
-    assert sample.metadata["resumed"] == metrics["rollout/resumes"] == 1
-    assert metrics["rollout/groups/failed"] == 0
-    lost = sample.metadata.get("restarted_tokens", 0)
+    assert sample.metadata["streamfold_resumed"] == metrics["streamfold/resumes"] == 1
+    assert metrics["streamfold/groups/failed"] == 0
+    lost = sample.metadata.get("streamfold_restarted_tokens", 0)
     assert (lost > 0) == (not partial_rollout)
-    assert metrics["rollout/tokens/lost"] == lost
-    assert metrics["rollout/tokens/generated"] == 90 + lost
+    assert metrics["streamfold/tokens/lost"] == lost
+    assert metrics["streamfold/tokens/generated"] == 90 + lost
     assert set(sample.loss_mask) == ({0, 1} if masked else {1})
 
 
@@ -199,7 +199,7 @@ def test_a_generator_that_makes_no_progress_is_given_up(host: None) -> None:
     groups, metrics = rolled(args)
     assert [group[0].index for group in groups] == [1]
     assert generate.calls == [0, 0, 1]
-    assert metrics["rollout/groups/dropped/failed"] == 1
+    assert metrics["streamfold/groups/dropped/failed"] == 1
 
 
 @newer_and_older
@@ -371,7 +371,7 @@ def test_finished_groups_beyond_the_batch_wait_unless_the_setting_drops_them(
         args.streamfold_keep_finished = setting
     source = RolloutDataSourceWithBuffer(args)
     _, metrics = rolled(args, source)
-    assert len(source.buffer) == metrics["rollout/groups/kept"] == kept
+    assert len(source.buffer) == metrics["streamfold/groups/kept"] == kept
 
 
 def test_a_failed_group_goes_back_and_too_many_end_the_rollout(host: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -381,7 +381,7 @@ def test_a_failed_group_goes_back_and_too_many_end_the_rollout(host: None, caplo
     source = RolloutDataSourceWithBuffer(args)
     (((other,),), metrics), (((sample,),), _) = rolled(args, source, 0), rolled(args, source, 1)
     assert (other.index, sample.index, sample.response) == (1, 0, "xx")
-    assert metrics["rollout/groups/failed"] == 1
+    assert metrics["streamfold/groups/failed"] == 1
     assert "tool" in caplog.text
     args.custom_generate_function_path = Scripted({index: [(1, OSError("tool"))] for index in range(99)})
     with pytest.raises(StreamfoldError, match="max_failures") as caught:

@@ -42,7 +42,9 @@ def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted_by_reason
     reason = getattr(verdict, "reason", None)
     of_trainer = {name: value for name, value in metrics.items() if name.startswith("rollout/dynamic_filter/")}
     assert of_trainer == ({"rollout/dynamic_filter/drop_odd": 1} if reason else {})
-    assert metrics[f"rollout/groups/dropped/{reason or 'filter'}"] == 1
+    assert metrics[f"streamfold/groups/dropped/{reason or 'filter'}"] == 1
+    others = [name for name in metrics if not name.startswith(("streamfold/", "rollout/dynamic_filter/"))]
+    assert others == [], "these are the trainer's: rollout/rewards is its reward curve"
 
 
 def test_keep_when_insufficient_keeps_a_group_if_more_would_have_to_be_requested() -> None:
@@ -103,7 +105,7 @@ def test_rewards_of_a_group_come_from_one_call() -> None:
     groups, metrics = rolled(scripted(Scripted(), n_samples_per_prompt=3, group_rm=True, custom_rm_path=reward))
     assert calls == groups
     assert [sample.reward for sample in groups[0]] == [0.0, 1.0, 2.0]
-    assert metrics["rollout/rewards"] == 3
+    assert metrics["streamfold/rewards"] == 3
 
 
 def fanned(args: Any, sample: Sample, rewards: list[float | None]) -> list[Sample]:
@@ -128,7 +130,7 @@ def test_samples_that_one_generate_call_made_are_judged_in_one_call() -> None:
     (group,), metrics = rolled(scripted(generate, n_samples_per_prompt=2, custom_rm_path=reward))
     assert [[sample.reward for sample in made] for made in group] == [[10.0, 0.5, 11.0]] * 2
     assert calls == [2, 2]
-    assert metrics["rollout/rewards"] == 4
+    assert metrics["streamfold/rewards"] == 4
 
 
 def test_a_reward_call_that_fails_or_is_short_is_retried_for_all_of_them() -> None:

@@ -272,7 +272,7 @@ def test_aborts_at_any_moment_lose_and_double_nothing(new: bool, loop: str, soak
             for sample in every:
                 assert_undisturbed(engine, args, sample, params)
                 assert sum(call is sample for call in rewards.calls) == 1
-                assert "lost_side_data" not in sample.metadata
+                assert "streamfold_lost_side_data" not in sample.metadata
             await until(lambda: len(asyncio.all_tasks()) == tasks)
             await until(lambda: engine.stats().running == 0)
 

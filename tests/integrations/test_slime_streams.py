@@ -25,10 +25,12 @@ from support.host_calls import (
     aligned,
     ask,
     assert_undisturbed,
+    decoding,
     partial,
     response_of,
     sample_of,
     streaming,
+    text_of,
 )
 from support.replay import DONE, PROMPT, Replay, chunk, dripped, event, events, head, stream
 
@@ -118,8 +120,11 @@ async def test_every_character_is_kept_wherever_packets_split_it(mode: str) -> N
     logprobs: list[float | None] = [-0.5] * 5
     reply = Reply(prompt_tokens=3, token_ids=ids, logprobs=logprobs, pieces=pieces, finish=stopped(205))
     steps = served(reply, incremental=MODES[mode], interval=2)
+    text_of_token = dict(zip(ids, pieces, strict=True))
     async with Replay(lambda _: dripped(steps, size=7)) as server:
-        sample = await ask(streaming(server), sample_of())
+        args = streaming(server)
+        decoding(args, lambda tokens: "".join(text_of_token.get(token, "") for token in tokens))
+        sample = await ask(args, sample_of())
     assert sample.response == "".join(pieces)
     assert response_of(sample) == ids
     assert sample.status is Status.COMPLETED
@@ -135,10 +140,15 @@ async def test_special_tokens_are_in_the_text_if_they_are_wanted(skip: bool | No
     for without in (False, True):
         with Loopback(stop_probability=0, skip_tokenizer_init=without) as engine:
             args = streaming(engine)
-            sample = await ask(args, Sample(prompt=TEXT), params)
             decoded = GenerateState(args).tokenizer.decoded
+            decoded.clear()
+            sample = await ask(args, Sample(prompt=TEXT), params)
         texts.append(sample.response)
-        assert decoded == ([response_of(sample)] if without else []), "once, all at once, and only if need be"
+        ids, before = response_of(sample), sample.tokens[: -sample.response_length][-5:]
+        wanted = [ids] if without else [before, [*before, *ids]]
+        assert decoded == wanted, (
+            "once, all at once: behind the prompt's last tokens if it is compared with the engine's"
+        )
         assert ("<|" in sample.response) == (skip is False)
     assert texts[0] == texts[1]
 
@@ -204,7 +214,9 @@ async def test_a_length_truncates_the_sample_in_a_later_call_too(resumed: bool) 
 async def test_empty_events_change_nothing() -> None:
     body = [event([], 0), event([1], 1), event([], 1), event([2], 2), event([], 2, "stop"), DONE, event([3], 3)]
     async with Replay(stream(*body)) as server:
-        sample = await ask(streaming(server), sample_of())
+        args = streaming(server)
+        decoding(args, lambda tokens: text_of(*tokens))
+        sample = await ask(args, sample_of())
     assert (response_of(sample), sample.response) == ([1, 2], "bc")
 
 

@@ -318,7 +318,7 @@ async def test_a_finished_call_without_the_experts_that_training_needs_is_an_err
     async with Server(whole()) as server:
         with pytest.raises(EngineError, match="no routed experts"):
             await ask(streaming(server, **EXPERTS), sample)
-    assert (sample.tokens, sample.metadata["lost_side_data"]) == (PROMPT, 3)
+    assert (sample.tokens, sample.metadata["streamfold_lost_side_data"]) == (PROMPT, 3)
 
 
 # Sampling masks.
@@ -336,7 +336,7 @@ async def test_masks_are_kept_as_flat_arrays_over_all_calls_also_of_an_aborted_o
     assert sample.rollout_top_p_token_offsets is not None
     assert sample.rollout_top_p_token_ids.tolist() == [1, 4, 2, 3, 9]
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 5]
-    assert "lost_side_data" not in sample.metadata
+    assert "streamfold_lost_side_data" not in sample.metadata
 
 
 async def test_missing_masks_that_training_needs_are_an_error() -> None:
@@ -345,7 +345,8 @@ async def test_missing_masks_that_training_needs_are_an_error() -> None:
     async with Server(whole()) as server:
         with pytest.raises(EngineError, match="no top-p ids"):
             await ask(streaming(server, **TOP_P), sample, NARROW)
-        assert (sample.tokens, sample.status, sample.metadata) == (PROMPT, Status.ABORTED, {"lost_side_data": 3})
+        assert (sample.tokens, sample.status) == (PROMPT, Status.ABORTED)
+        assert sample.metadata == {"streamfold_lost_side_data": 3}
         await ask(streaming(server), sample_of(), NARROW)  # where training does not replay them
         found = await vime.generate_streaming(streaming(server, **TOP_P), sample_of(), NARROW, evaluation=True)
     assert found.status is Status.COMPLETED

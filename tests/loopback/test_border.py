@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold.loopback import Faults, Loopback, MockTokenizer
+from streamfold.loopback import Faults, Loopback
 from streamfold.loopback.core.model import PIECES
 from support.loopback_http import PROMPT, Answer, generate, undisturbed
+from support.showing import HALF, shown_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 EMOJI = "🙂"
-HALF = "\ufffd"
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +40,6 @@ def told_at(answer: Answer) -> list[str]:
     """The whole text up to each event."""
     texts = [frame["text"] for frame in answer.frames]
     return ["".join(texts[: i + 1]) for i in range(len(texts))] if answer.dialect == "sglang-incremental" else texts
-
-
-def engine_texts(
-    tokenizer: MockTokenizer, prompt: Sequence[int], ids: Sequence[int], counts: Sequence[int], *, skip: bool
-) -> Iterator[str]:
-    """All text at each event, the slow and obvious way: new text is what decoding the new tokens too adds.
-
-    What is decoded begins ``start`` tokens into prompt and response, ``read`` are those whose text is settled. Text
-    that ends in half a character is not: only its whole words are sent.
-    """
-    tokens, reported, longest = [*prompt, *ids], "", ""
-    start, read = max(len(prompt) - 5, 0), len(prompt)
-    for count in counts:
-        end = len(prompt) + count
-        settled = tokenizer.decode(tokens[start:read], skip_special_tokens=skip)
-        new = tokenizer.decode(tokens[start:end], skip_special_tokens=skip)[len(settled) :]
-        if count == counts[-1]:
-            reported += new
-        elif new and not new.endswith(HALF):
-            reported += new
-            new, start, read = "", read, end
-        else:
-            new = new[:-1] if "\u4e00" <= new[-2:-1] <= "\u9fff" or new[-2:-1] == "𠮷" else new[: new.rfind(" ") + 1]
-        longest = max(longest, reported if count == counts[-1] else reported + new, key=len)
-        yield longest
 
 
 def test_an_emoji_cut_in_three_vanishes_at_the_borders(engine: Loopback) -> None:
@@ -138,7 +113,7 @@ def test_every_event_tells_what_the_obvious_decoding_gives(interval: int, increm
             params: dict[str, Any] = {"temperature": 1, "sampling_seed": seed, "skip_special_tokens": skip}
             answer = generate(engine, input_ids=prompt, params={**params, "max_new_tokens": chance.randrange(1, 40)})
             counts = [frame["meta_info"]["completion_tokens"] for frame in answer.frames]
-            assert told_at(answer) == list(engine_texts(tokenizer, prompt, answer.ids, counts, skip=skip))
+            assert told_at(answer) == list(shown_texts(tokenizer, prompt, answer.ids, counts, skip=skip))
     assert halves > 5
 
 
@@ -149,3 +124,26 @@ def test_what_is_not_streamed_has_the_text_of_the_stream(engine: Loopback) -> No
     assert generate(engine, input_ids=prompt + word_and_half, stream=False).json["text"] == text(streamed)
     reply = undisturbed(engine, input_ids=prompt + word_and_half)
     assert "".join(reply.pieces or []) == text(streamed)
+
+
+@pytest.mark.parametrize("options", [{"stream_interval": 4}, {"stream_interval": 10}, {"tokens_per_step": 5}])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_where_an_event_brings_several_tokens_characters_are_repeated_and_the_tokens_are_right(
+    options: dict[str, Any], incremental: bool
+) -> None:
+    """sgl-project/sglang#31598, in the streams of 0.5.15 and of 0.5.23 alike."""
+    repeated = 0
+    model: dict[str, Any] = {"piece_probability": 1.0}
+    with Loopback(incremental=incremental, **model, **options) as engine, Loopback(**model) as one_by_one:
+        for seed in range(60):
+            params = {"temperature": 1, "sampling_seed": seed, "max_new_tokens": 200, "ignore_eos": True}
+            answer = generate(engine, params=params)
+            expected = undisturbed(one_by_one, params=params)
+            assert answer.ids == expected.token_ids
+            decoded = engine.tokenizer.decode(answer.ids)
+            shown = told_at(answer)[-1]
+            assert "".join(expected.pieces or []) == decoded, "not where each event brings one"
+            repeated += shown != decoded
+            assert set(shown) <= set(decoded)
+            assert len(shown) >= len(decoded)
+    assert repeated > 5

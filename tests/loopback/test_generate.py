@@ -447,6 +447,7 @@ def test_the_configuration_says_what_is_wrong_with_it() -> None:
         ("vocab_size", 100, "at least 512"),
         ("token_rate", -1, "at least 0"),
         ("stop_probability", 2, "between 0 and 1"),
+        ("piece_probability", -0.5, "between 0 and 1"),
         ("top_k", 17, "at most num_experts, 16"),
         ("base_path", "api/", "like /api"),
         ("tokens_per_step", 0, "at least 1"),

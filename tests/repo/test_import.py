@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import streamfold
+from streamfold.loopback import Loopback
 
 HEAVY = ("torch", "transformers", "ray", "slime", "vime", "starlette", "uvicorn", "typer", "rich", "uvloop")
 
 SCRIPT = """
 import sys
-import httpx, numpy, orjson
-before = set(sys.modules)  # httpx brings rich along where it finds it
+import numpy, orjson
+before = set(sys.modules)
 import streamfold
 print(*{name.partition(".")[0] for name in set(sys.modules) - before})
 """
@@ -30,6 +31,36 @@ def test_importing_is_light_and_brings_nothing_heavy_along() -> None:
     assert not modules & set(HEAVY)
     # Whatever else it loads is the standard library's.
     assert modules - {"streamfold"} <= set(sys.stdlib_module_names)
+
+
+USE = """
+import asyncio, sys
+import streamfold
+
+async def main(url):
+    async with streamfold.Client(url) as client:
+        generation = await client.generate([300, 301], {"max_new_tokens": 4})
+        assert len(generation.token_ids) == 4
+        call = client.start([300, 302], {"max_new_tokens": 30_000})
+        while not call.token_count:
+            await asyncio.sleep(0.001)
+        await call.abort()
+        await client.abort_engines()
+        assert await client.load() == 0
+
+asyncio.run(main(sys.argv[1]))
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def test_calls_aborts_and_load_over_plain_http_import_neither_httpx_nor_anything_heavy() -> None:
+    with Loopback(incremental=True, stop_probability=0, token_rate=500) as engine:
+        run = subprocess.run(
+            [sys.executable, "-c", USE, engine.url], capture_output=True, text=True, check=True, timeout=60
+        )
+    modules = set(run.stdout.split())
+    assert "streamfold" in modules
+    assert not modules & {*HEAVY, "httpx", "httpcore", "anyio", "h11"}
 
 
 def test_every_public_name_is_there() -> None:

@@ -50,7 +50,7 @@ def full(index: int) -> Sample:
         prompt_tokens=4,
         cached_tokens=1,
         status=Sample.Status.ABORTED,
-        metadata={"start_rollout_id": 3, "tuple": (1, None), "resumed": 2, "score": np.float32(0.5)},
+        metadata={"start_rollout_id": 3, "tuple": (1, None), "streamfold_resumed": 2, "score": np.float32(0.5)},
         generate_function_path="some.module.generate",
         session_id="abc",
         remove_sample=True,
@@ -112,6 +112,16 @@ def test_what_was_taken_down_is_written_later_as_it_was_whatever_became_of_it_me
     thread.start()
     thread.join()
     assert exactly(loaded(path).take(4)) == exactly(groups())
+
+
+def test_notes_of_others_under_names_that_were_ours_come_back_as_they_were(path: Path) -> None:
+    """Only files of earlier versions are read under the old names."""
+    notes = {"resumed": 2, "restarted_tokens": 1, "lost_side_data": 3, "failures": 4, "text_joined": True}
+    buffer = Buffer()
+    buffer.put([[Sample(group_index=0, metadata=dict(notes))]])
+    buffer.save(path)
+    ((found,),) = loaded(path).take(1)
+    assert found.metadata == notes
 
 
 def test_a_save_changes_nothing_in_the_samples(path: Path) -> None:

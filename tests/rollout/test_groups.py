@@ -13,6 +13,7 @@ from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.groups import prompt_groups, samples_of
 from streamfold.rollout.rollout import RolloutConfig
+from streamfold.samples.metadata import add_counts
 from streamfold.samples.sample import Sample
 from support.host.slime.utils.types import Sample as HostSample
 from support.replay import DONE, HANG, Replay, chunk, event, head, stream
@@ -61,8 +62,8 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_its_finished_members_st
         assert [s.response_length for s in group] == [2, 8, 3, 0]
         assert [s.reward for s in group] == [2.0, 8.0, None, None]
         assert [s.metadata.get("start_rollout_id") for s in group] == [5, 5, 5, None]
-        assert told["rollout/groups/put_back"] == 1
-        assert told["rollout/tokens/kept"] == 3
+        assert told["streamfold/groups/put_back"] == 1
+        assert told["streamfold/tokens/kept"] == 3
         finished = [snapshot(sample) for sample in group[:2]]
 
         second, rewards = Scripted(), Counted()
@@ -77,7 +78,7 @@ async def test_a_group_of_all_kinds_goes_back_as_one_and_its_finished_members_st
     )
     assert sorted(rewards.asked) == [(2, "xxxxx"), (3, "xx")], "once, and on the whole text (THUDM/slime#200)"
     assert [s.metadata.get("start_rollout_id") for s in group] == [5, 5, 5, None], "set once"
-    assert result.metrics["rollout/samples/resumed"] == 1
+    assert result.metrics["streamfold/samples/resumed"] == 1
 
 
 @pytest.mark.parametrize(("came", "goes_back"), [(0, False), (1, True)])
@@ -91,7 +92,7 @@ async def test_a_group_goes_back_to_a_host_for_what_was_cut_and_not_for_what_is_
     result = await bounded(rollout(script, **options).run(source))
     assert result.groups == [other]
     assert source.back == ([group] if goes_back else [])
-    assert result.metrics["rollout/groups/dropped"] == (not goes_back)
+    assert result.metrics["streamfold/groups/dropped"] == (not goes_back)
 
 
 async def test_a_sample_whose_generator_says_that_it_failed_is_at_its_end() -> None:
@@ -121,11 +122,11 @@ async def test_without_partial_rollouts_what_was_cut_starts_again_clean_in_every
     source = Buffer([group, other])
     _, told = await cut_mixed(source, partial_rollout=False)
     assert [s.status.name for s in group] == ["COMPLETED", "TRUNCATED", "PENDING", "PENDING"]
-    restarted = group[2].metadata.pop("restarted_tokens")
+    restarted = group[2].metadata.pop("streamfold_restarted_tokens")
     for sample, before in zip(group[2:], fresh[2:], strict=True):
         assert {**vars(sample), "session_id": None} == before
-    assert restarted == told["rollout/tokens/lost"] == 3
-    assert told["rollout/tokens/kept"] == 0
+    assert restarted == told["streamfold/tokens/lost"] == 3
+    assert told["streamfold/tokens/kept"] == 0
 
 
 async def test_where_nothing_may_outlive_its_rollout_a_cut_group_starts_again_as_a_whole() -> None:
@@ -142,7 +143,7 @@ async def test_a_partial_group_of_an_earlier_run_starts_again_where_partial_roll
     group[0].status = Status.ABORTED
     result = await bounded(rollout(Scripted(), groups=1).run(Buffer([group])))
     assert group[0].tokens == [5, 6, 7, 100, 1, 2]
-    assert result.metrics["rollout/tokens/lost"] == 3
+    assert result.metrics["streamfold/tokens/lost"] == 3
 
 
 async def test_the_mask_is_set_on_what_earlier_rollouts_generated_before_anything_else() -> None:
@@ -182,7 +183,7 @@ async def test_groups_of_which_nothing_came_are_no_partial_work_but_fresh_prompt
     result = await bounded(rollout(script, groups=1, over_sampling=3, partial_rollout=True).run(source, 1))
     assert len(source) == 2
     assert [{**vars(s), "session_id": None} for group in groups[1:] for s in group] == before
-    assert (result.metrics["rollout/groups/put_back"], result.metrics["rollout/groups/fresh"]) == (2, 2)
+    assert (result.metrics["streamfold/groups/put_back"], result.metrics["streamfold/groups/fresh"]) == (2, 2)
 
 
 @pytest.mark.parametrize("partial", [True, False])
@@ -192,8 +193,8 @@ async def test_a_host_gets_back_partial_work_alone_and_what_it_loses_is_counted(
     script = Scripted({1: (2, "hang"), 2: (0, "hang")}, wait=0.01)
     result = await bounded(rollout(script, groups=1, over_sampling=3, partial_rollout=partial).run(source, 1))
     assert source.back == ([groups[1]] if partial else [])
-    assert result.metrics["rollout/groups/dropped/aborted"] == (1 if partial else 2)
-    assert result.metrics["rollout/tokens/lost"] == (0 if partial else 2)
+    assert result.metrics["streamfold/groups/dropped/aborted"] == (1 if partial else 2)
+    assert result.metrics["streamfold/tokens/lost"] == (0 if partial else 2)
 
 
 async def test_samples_of_a_host_go_through_the_same_rules() -> None:
@@ -224,6 +225,36 @@ async def test_notes_that_samples_share_are_not_written_into_each_other() -> Non
     await bounded(rollout(script, groups=1, over_sampling=2, partial_rollout=True).run(Buffer(groups), 3))
     assert shared == {"source": "a book"}
     assert [s.metadata.get("start_rollout_id") for s in groups[0]] == [3, None]
+
+
+@pytest.mark.parametrize("name", ["mine", "resumed", "failures"])
+async def test_a_generator_that_holds_the_notes_of_its_sample_keeps_what_it_writes(name: str) -> None:
+    """Also while streamfold writes its own, in one rollout and in the next; other samples do not see it."""
+    shared: dict[str, Any] = {"source": "a book"}
+    groups = groups_of(1)
+    for sample in groups[0]:
+        sample.metadata = shared
+    held: dict[Any, Any] = {}
+
+    async def generate(sample: Sample, params: Any, *, aborted: Any) -> Sample:
+        notes = held.setdefault(sample.index, sample.metadata)
+        notes[name] = f"written by {sample.index}"
+        add_counts(sample, restarted_tokens=1)
+        notes["after"] = notes.get("after", 0) + 1
+        if notes["after"] == 1:
+            raise OSError("once")
+        sample.status = Sample.Status.COMPLETED
+        return sample
+
+    buffer = Buffer(groups)
+    await bounded(rollout(generate, groups=1).run(buffer, 3))
+    await bounded(rollout(generate, groups=1).run(buffer, 4))
+    assert shared == {"source": "a book"}
+    for sample in groups[0]:
+        assert sample.metadata is held[sample.index]
+        ours = {key: value for key, value in sample.metadata.items() if not key.startswith("streamfold_")}
+        assert ours == {"source": "a book", name: f"written by {sample.index}", "after": 2}
+        assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 async def test_a_source_may_give_its_groups_one_by_one() -> None:

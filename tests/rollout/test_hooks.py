@@ -66,5 +66,5 @@ async def test_the_filter_gets_the_number_of_other_groups_that_are_ready_or_in_f
     rollout = hooked(RolloutHooks(filter=keep), Scripted(script), groups=3, over_sampling=4)
     result = await bounded(rollout.run(Buffer(groups_of(5))))
     assert [group[0].group_index for group in result.groups] == [1, 2, 3]
-    assert result.metrics["rollout/groups/dropped/first"] == 1
+    assert result.metrics["streamfold/groups/dropped/first"] == 1
     assert others == [3, 2, 2, 2]

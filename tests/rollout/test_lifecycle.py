@@ -94,7 +94,7 @@ async def test_engines_are_aborted_only_while_a_generator_runs_that_ends_in_no_o
         result = await bounded(rollout(Both(), **options).run(source))
     assert sorted(cancelled) == [1, 3, 5]
     assert client.sweeps == 3, "what slipped in is swept again"
-    assert result.metrics["rollout/tokens/kept"] == 12
+    assert result.metrics["streamfold/tokens/kept"] == 12
 
 
 async def test_engines_that_cannot_be_aborted_do_not_end_the_rollout(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ async def test_a_sample_that_the_engine_finished_faster_than_the_abort_is_finish
     source, rewards = Buffer(endless()), Counted()
     options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "partial_rollout": True, "reward": rewards}
     result = await bounded(rollout(Faster(wait=0.01), **options).run(source))
-    assert result.metrics["rollout/groups/kept"] == 1
+    assert result.metrics["streamfold/groups/kept"] == 1
     assert [(s.status, s.reward) for s in source.take(1)[0]] == [(Status.TRUNCATED, 4.0)] * 2
 
 
@@ -232,7 +232,7 @@ async def test_what_a_generator_raises_when_it_is_cut_is_not_held_against_its_gr
     options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "partial_rollout": True, "group_tries": 1}
     for rollout_id in range(3):
         result = await bounded(rollout(script, **options).run(source, rollout_id))
-        assert (result.metrics["rollout/groups/failed"], result.metrics["rollout/groups/dropped"]) == (0, 0)
+        assert (result.metrics["streamfold/groups/failed"], result.metrics["streamfold/groups/dropped"]) == (0, 0)
     assert "the tool was closed" in caplog.text
     assert [s.response_length for s in source.take(1)[0]] == [3, 3]
 

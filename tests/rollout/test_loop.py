@@ -70,7 +70,7 @@ async def test_the_source_is_asked_again_when_too_few_groups_are_left_to_make_up
     )
     assert [group[0].group_index for group in result.groups] == [0, 2, 4, 6]
     assert source.asked[:2] == [3, 3], "three are fewer than four"
-    assert result.metrics["rollout/groups/dropped/filter"] >= 3
+    assert result.metrics["streamfold/groups/dropped/filter"] >= 3
     assert source.in_flight == 0
 
 
@@ -79,7 +79,7 @@ async def test_a_source_that_runs_dry_ends_the_rollout_with_what_there_is(caplog
         result = await bounded(rollout(Scripted(), groups=4, over_sampling=8).run(Buffer(groups_of(3))))
     assert len(result.groups) == 3
     assert result.is_short
-    assert result.metrics["rollout/source_dry"] == 1
+    assert result.metrics["streamfold/source_dry"] == 1
     assert "ran out: rollout 0 ends with 3 of 4 groups" in caplog.text
 
 
@@ -93,7 +93,7 @@ async def test_a_source_without_any_group_gives_an_empty_rollout() -> None:
 async def test_finished_groups_beyond_the_number_wait_for_the_next_rollout_and_are_not_asked_again() -> None:
     source, rewards = Buffer(endless()), Counted()
     first = await bounded(rollout(Scripted(wait=0.01), groups=2, over_sampling=5, reward=rewards).run(source, 0))
-    assert first.metrics["rollout/groups/kept"] == len(source) == 3
+    assert first.metrics["streamfold/groups/kept"] == len(source) == 3
     waiting = source.take(3)
     source.put(waiting)
     before = [[snapshot(sample) for sample in group] for group in waiting]
@@ -103,7 +103,7 @@ async def test_finished_groups_beyond_the_number_wait_for_the_next_rollout_and_a
     assert [[vars(sample) for sample in group] for group in second.groups] == before
     assert script.asked == []
     assert len(rewards.asked) == len({index for index, _ in rewards.asked}) == 10
-    assert second.metrics["rollout/staleness/max"] == 1
+    assert second.metrics["streamfold/staleness/max"] == 1
 
 
 async def test_an_option_drops_finished_groups_beyond_the_number() -> None:
@@ -111,7 +111,7 @@ async def test_an_option_drops_finished_groups_beyond_the_number() -> None:
     options: dict[str, Any] = {"groups": 2, "over_sampling": 5, "keep_finished": False}
     result = await bounded(rollout(Scripted(wait=0.01), **options).run(source))
     assert (len(source), source.in_flight) == (0, 0)
-    assert result.metrics["rollout/groups/dropped/surplus"] == 3
+    assert result.metrics["streamfold/groups/dropped/surplus"] == 3
 
 
 # Filters.
@@ -127,8 +127,8 @@ async def test_groups_that_the_filter_drops_are_counted_by_reason_forgotten_and_
     result = await bounded(rollout(Scripted(), groups=4, filter=useful).run(source))
     assert [group[0].group_index for group in result.groups] == [0, 2, 4, 6]
     dropped = {name: value for name, value in result.metrics.items() if "/dropped/" in name}
-    assert set(dropped) == {"rollout/groups/dropped/too easy", "rollout/groups/dropped/too hard"}
-    assert sum(dropped.values()) == result.metrics["rollout/groups/dropped"] >= 3
+    assert set(dropped) == {"streamfold/groups/dropped/too easy", "streamfold/groups/dropped/too hard"}
+    assert sum(dropped.values()) == result.metrics["streamfold/groups/dropped"] >= 3
     assert source.in_flight == 0
 
 
@@ -200,7 +200,7 @@ async def test_the_parameters_of_one_sample_are_its_own() -> None:
             return await super().__call__(sample, params, **more)
 
     result = await bounded(rollout(Rude(), groups=3, sampling_params=given).run(Buffer(endless())))
-    assert result.metrics["rollout/groups/failed"] == 0
+    assert result.metrics["streamfold/groups/failed"] == 0
     assert given == {"max_new_tokens": 8, "custom_params": {"deep": [1]}}
 
 
@@ -273,7 +273,7 @@ async def test_a_generator_that_raises_loses_neither_its_siblings_nor_the_rollou
     async with nothing_left():
         result = await bounded(rollout(script, **options).run(source, 4))
     assert [group[0].group_index for group in result.groups] == [1, 2]
-    assert result.metrics["rollout/groups/failed"] == 1
+    assert result.metrics["streamfold/groups/failed"] == 1
     assert "a tool is gone" in caplog.text
     ((broken, sibling),) = source.take(1)
     assert (broken.status, broken.response_length) == (Status.ABORTED, 3)
@@ -294,8 +294,8 @@ async def test_a_group_that_fails_in_rollout_after_rollout_is_dropped_and_that_i
     script = Scripted({0: (0, ValueError("the prompt is too long"))})
     trainer = rollout(script, groups=1, group_tries=3)
     told = [(await bounded(trainer.run(source, rollout_id))).metrics for rollout_id in range(4)]
-    assert [metrics["rollout/groups/failed"] for metrics in told] == [1, 1, 1, 0]
-    assert told[2]["rollout/groups/dropped/failed"] == 1
+    assert [metrics["streamfold/groups/failed"] for metrics in told] == [1, 1, 1, 0]
+    assert told[2]["streamfold/groups/dropped/failed"] == 1
     assert script.asked.count(0) == 3
     assert "group 0 is dropped" in caplog.text
     assert source.in_flight == 0
@@ -320,14 +320,14 @@ async def test_a_fault_of_all_groups_ends_the_rollout_with_its_cause_and_everyth
     assert source.in_flight == 0
     waiting = source.take(len(source))
     assert [group[0].group_index for group in waiting] == list(range(len(waiting)))
-    assert all("failures" not in s.metadata for group in waiting for s in group), "it is not theirs"
+    assert all("streamfold_failures" not in s.metadata for group in waiting for s in group), "it is not theirs"
 
 
 async def test_a_sample_that_comes_back_aborted_though_nobody_aborted_is_a_failure_that_is_told() -> None:
     source = Buffer(endless(1))
     script = Scripted({0: (2, Status.ABORTED)})
     result = await bounded(rollout(script, groups=1, partial_rollout=True).run(source))
-    assert result.metrics["rollout/groups/failed"] == 1
+    assert result.metrics["streamfold/groups/failed"] == 1
     ((sample,),) = source.take(1)
     assert (sample.index, sample.response_length) == (0, 2)
 
@@ -340,16 +340,16 @@ async def test_the_metrics_are_floats_and_agree_with_what_happened() -> None:
     script = Scripted({0: (3, "hang"), 1: (2, Status.COMPLETED), 2: (0, "hang"), 3: (0, "hang")}, wait=0.01)
     options: dict[str, Any] = {"groups": 2, "over_sampling": 4, "reward": rewards, "partial_rollout": True}
     first = (await bounded(rollout(script, **options).run(source, 0))).metrics
-    assert all(type(value) is float and name.startswith("rollout/") for name, value in first.items())
-    told = {name.removeprefix("rollout/"): value for name, value in first.items()}
+    assert all(type(value) is float and name.startswith("streamfold/") for name, value in first.items())
+    told = {name.removeprefix("streamfold/"): value for name, value in first.items()}
     assert (told["groups/done"], told["groups/aborted"], told["groups/put_back"], told["groups/fresh"]) == (2, 2, 2, 1)
     assert (told["tokens/generated"], told["tokens/kept"], told["tokens/lost"]) == (13, 3, 0)
     assert (told["samples/started"], told["samples/resumed"], told["rewards"]) == (8, 0, 5)
     assert told["tokens_per_second"] == pytest.approx(13 / told["seconds"])
     assert 0 <= told["abort_seconds"] <= told["seconds"]
     second = (await bounded(rollout(Scripted(), **options | {"over_sampling": 2}).run(source, 2))).metrics
-    assert second["rollout/samples/resumed"] == 1
-    assert (second["rollout/staleness/max"], second["rollout/staleness/mean"]) == (2, 1)
+    assert second["streamfold/samples/resumed"] == 1
+    assert (second["streamfold/staleness/max"], second["streamfold/staleness/mean"]) == (2, 1)
 
 
 async def test_a_pause_of_the_event_loop_is_seen() -> None:
@@ -359,7 +359,7 @@ async def test_a_pause_of_the_event_loop_is_seen() -> None:
 
     script = Scripted(wait=0.03)
     result = await bounded(rollout(script, groups=2, concurrency=2, filter=slow).run(Buffer(endless())))
-    assert result.metrics["rollout/longest_pause"] >= 0.05
+    assert result.metrics["streamfold/longest_pause"] >= 0.05
 
 
 async def test_a_group_begun_too_many_rollouts_ago_starts_again() -> None:
@@ -374,8 +374,8 @@ async def test_a_group_begun_too_many_rollouts_ago_starts_again() -> None:
         assert (sample.index, sample.response_length) == (0, 2 if restarted else 5)
         assert "start_rollout_id" not in sample.metadata if restarted else sample.metadata["start_rollout_id"] == 5
         assert sibling.response_length == 2
-        assert result.metrics["rollout/groups/stale"] == restarted
-        assert result.metrics["rollout/tokens/lost"] == (5 if restarted else 0)
+        assert result.metrics["streamfold/groups/stale"] == restarted
+        assert result.metrics["streamfold/tokens/lost"] == (5 if restarted else 0)
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -441,8 +441,8 @@ def test_groups_that_are_cut_and_gone_on_with_end_as_if_undisturbed(loop: str, m
         for rollout_id in range(4):
             result = run(loop, once(rollout_id))
             assert len(result.groups) == 3
-            assert result.metrics["rollout/tokens/lost"] == 0
-            resumed += result.metrics["rollout/samples/resumed"]
+            assert result.metrics["streamfold/tokens/lost"] == 0
+            resumed += result.metrics["streamfold/samples/resumed"]
             given += result.groups
         for group in given:
             for place, sample in enumerate(group):

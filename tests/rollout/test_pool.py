@@ -108,7 +108,7 @@ async def test_a_pause_cuts_what_is_in_flight_keeps_it_and_begins_nothing() -> N
         assert sorted(group[0].group_index for group in given) == [0, 1, 2]
         assert script.asked[asked:] == [0, 2, 3]
         assert (first.response_length, third.response_length, fourth.response_length) == (5, 3, 2)
-        assert pool.metrics()["rollout/staleness/max"] == 1
+        assert pool.metrics()["streamfold/staleness/max"] == 1
     assert source.in_flight == 0
 
 
@@ -121,8 +121,8 @@ async def test_without_partial_rollouts_a_pause_lets_what_it_cut_start_again() -
         pool.resume()
         ((sample, _),) = await bounded(pool.next(1))
         told = pool.metrics()
-    assert (sample.response_length, sample.metadata["restarted_tokens"]) == (2, 3)
-    assert told["rollout/tokens/lost"] == 3
+    assert (sample.response_length, sample.metadata["streamfold_restarted_tokens"]) == (2, 3)
+    assert told["streamfold/tokens/lost"] == 3
 
 
 async def test_a_partial_group_that_is_too_old_starts_again_instead_of_being_gone_on_with() -> None:
@@ -140,8 +140,8 @@ async def test_a_partial_group_that_is_too_old_starts_again_instead_of_being_gon
         ((sample, _),) = await bounded(pool.next(1))
         told = pool.metrics()
     assert sample.response_length == 2
-    assert told["rollout/groups/stale"] == 1
-    assert told["rollout/tokens/lost"] == 8
+    assert told["streamfold/groups/stale"] == 1
+    assert told["streamfold/tokens/lost"] == 8
 
 
 def source_groups(source: Buffer) -> list[Any]:
@@ -160,7 +160,7 @@ async def test_a_finished_group_that_has_waited_too_long_starts_again_and_is_not
     assert script.asked == [0, 1, 2, 3, 2, 3]
     assert sample.index == 2
     assert sample.metadata["start_rollout_id"] == 3
-    assert (told["rollout/groups/stale"], told["rollout/staleness/max"]) == (1, 2)
+    assert (told["streamfold/groups/stale"], told["streamfold/staleness/max"]) == (1, 2)
 
 
 async def test_a_group_that_crashes_goes_back_and_is_told_of_while_the_others_go_on(
@@ -177,7 +177,7 @@ async def test_a_group_that_crashes_goes_back_and_is_told_of_while_the_others_go
         while not later or later[-1][0].group_index != 0:
             later += await bounded(pool.next(1))
         assert later[-1][0].response_length == 5
-        assert pool.metrics()["rollout/groups/failed"] == 1
+        assert pool.metrics()["streamfold/groups/failed"] == 1
 
 
 async def test_a_pool_in_which_everything_fails_ends_with_the_cause_and_gives_everything_back() -> None:
@@ -207,7 +207,7 @@ async def test_groups_that_fail_at_the_end_of_the_source_are_tried_again_but_not
         assert await bounded(pool.next(1)) == []
         told = pool.metrics()
     assert script.asked.count(0) == 3
-    assert told["rollout/groups/dropped/failed"] == 1
+    assert told["streamfold/groups/dropped/failed"] == 1
     assert source.in_flight == 0
 
 
@@ -260,7 +260,7 @@ async def test_the_filter_sorts_out_and_the_sample_filter_sees_what_is_given() -
         given = await bounded(pool.next(3))
         assert [group[0].group_index for group in given] == [1, 3, 5]
         assert seen == [given]
-        assert pool.metrics()["rollout/groups/dropped/even"] >= 3
+        assert pool.metrics()["streamfold/groups/dropped/even"] >= 3
 
 
 async def test_who_waits_for_groups_is_served_when_somebody_else_resumes_the_pool() -> None:
@@ -442,8 +442,8 @@ def test_responses_that_were_cut_by_weight_updates_are_whole_and_their_versions_
             changed += len(versions) > 1
         assert changed
         assert engine.stats().running == 0
-    assert told["rollout/samples/resumed"]
-    assert told["rollout/tokens/lost"] == 0
+    assert told["streamfold/samples/resumed"]
+    assert told["streamfold/tokens/lost"] == 0
     assert len(rewards.asked) == len({index for index, _ in rewards.asked})
     indices = everywhere(source, given)
     assert indices == list(range(len(indices)))

@@ -44,7 +44,7 @@ async def test_a_reward_function_may_be_of_any_kind(reward: Any) -> None:
     async with nothing_left():
         result = await bounded(rollout(Scripted(), groups=2, reward=reward).run(Buffer(endless())))
     assert [[s.reward for s in group] for group in result.groups] == [[2.0, 2.0]] * 2
-    assert result.metrics["rollout/rewards"] == 4
+    assert result.metrics["streamfold/rewards"] == 4
 
 
 async def test_a_reward_that_raises_costs_neither_the_response_nor_the_rollout(
@@ -172,7 +172,7 @@ async def test_a_slow_reward_in_a_thread_does_not_hold_up_the_event_loop_and_no_
 
     async with nothing_left():
         result = await bounded(rollout(Scripted(), groups=4, reward=reward, reward_threads=3).run(Buffer(endless())))
-    assert result.metrics["rollout/rewards"] == 8
+    assert result.metrics["streamfold/rewards"] == 8
     assert most == 3
 
 
@@ -248,7 +248,7 @@ async def test_a_group_is_judged_once_as_a_whole_and_only_when_all_of_it_is_at_i
     options: dict[str, Any] = {"partial_rollout": True, "reward": reward, "group_reward": True}
     first = await bounded(rollout(script, groups=1, over_sampling=2, **options).run(source))
     assert asked == [[3, 4, 5]]
-    assert first.metrics["rollout/rewards"] == 3
+    assert first.metrics["streamfold/rewards"] == 3
     second = await bounded(rollout(Scripted(), groups=1, **options).run(source))
     assert asked == [[3, 4, 5], [0, 1, 2]]
     assert [s.reward for s in second.groups[0]] == [2.0, 5.0, 2.0]

@@ -20,7 +20,7 @@ from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.pool import Pool
 from streamfold.rollout.rollout import Rollout, RolloutConfig
 from streamfold.samples.sample import Sample
-from support.disturbing import SHAPE, TOP_P, WIRES, Site, Watched, Wire, at, departures, nothing_is_left
+from support.disturbing import SHAPE, TOP_P, WIRES, Departures, Site, Watched, Wire, at, departures, nothing_is_left
 from support.rollouts import Counted, everywhere
 from support.undisturbed import Work, carry, work_of
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from streamfold.rollout.groups import Group
 
     Tell = Callable[[str, object], None]
+
+pytestmark = pytest.mark.usefixtures("kept_briefly")
 
 BATCH = 16  # samples at once
 
@@ -91,12 +93,15 @@ def test_a_sample_ends_as_undisturbed_whatever_engines_and_callers_do_to_it(
         run(wire.loop, main(site))
 
 
-def check_counts(site: Site, clients: tuple[Watched, ...], samples: list[Sample], left: list[str]) -> None:
+def check_counts(site: Site, clients: tuple[Watched, ...], samples: list[Sample], left: Departures) -> None:
     """Tokens that came are kept or counted as dropped; requests that left were counted, and are those that came."""
     kept = sum(sample.response_length for sample in samples)
-    dropped = sum(s.metadata.get("lost_side_data", 0) + s.metadata.get("restarted_tokens", 0) for s in samples)
+    dropped = sum(
+        s.metadata.get("streamfold_lost_side_data", 0) + s.metadata.get("streamfold_restarted_tokens", 0)
+        for s in samples
+    )
     assert sum(client.tokens for client in clients) == kept + dropped
-    assert len(set(left)) == len(left) <= sum(client.tries for client in clients)
+    assert len(set(left)) == len(left) <= sum(client.tries for client in clients) + left.again
     asked = set(site.asked())
     assert asked <= set(left)
     if not site.wire.dying:  # a worker that dies has not read all that was sent to it
@@ -204,8 +209,10 @@ async def from_pool(rollout: Rollout, source: Buffer, count: int) -> list[Group]
             given += waiting.result()
         told = pool.metrics()
     samples = [sample for group in given for sample in group]
-    assert told["rollout/rewards"] == len(samples)
-    assert told["rollout/tokens/generated"] - told["rollout/tokens/lost"] == sum(s.response_length for s in samples)
-    assert told["rollout/groups/done"] == count
-    assert told["rollout/groups/failed"] == 0
+    assert told["streamfold/rewards"] == len(samples)
+    assert told["streamfold/tokens/generated"] - told["streamfold/tokens/lost"] == sum(
+        s.response_length for s in samples
+    )
+    assert told["streamfold/groups/done"] == count
+    assert told["streamfold/groups/failed"] == 0
     return given

@@ -78,7 +78,7 @@ async def test_a_truncated_stream_is_resumed_from_its_tokens_with_the_remaining_
     assert first.rid != then.rid
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12, 13], Sample.Status.COMPLETED)
     assert sample.rollout_log_probs == [-10 / 8, -11 / 8, -12 / 8, -13 / 8]
-    assert ("text_joined" in sample.metadata) == (speech.tokenizer is None)
+    assert ("streamfold_text_joined" in sample.metadata) == (speech.tokenizer is None)
 
 
 async def test_a_response_aborted_after_three_quarters_of_its_budget_gets_the_last_quarter(speech: Speech) -> None:
@@ -155,8 +155,8 @@ async def test_a_response_aborted_within_a_stop_string_is_restarted(speech: Spee
         sample = await completed(client, sample_of(stop=["bc"]))
     assert [speech.ids(request) for request in engine.generates] == [PROMPT, [*PROMPT, 20], PROMPT]
     assert (sample.tokens, sample.rollout_log_probs) == ([*PROMPT, 20, 0, 1], [-20 / 8, 0.0, -1 / 8])
-    assert sample.metadata["restarted_tokens"] == 3
-    assert "text_joined" not in sample.metadata  # the text is of one call
+    assert sample.metadata["streamfold_restarted_tokens"] == 3
+    assert "streamfold_text_joined" not in sample.metadata  # the text is of one call
 
 
 @sglang_alone
@@ -171,8 +171,8 @@ async def test_a_truncated_sample_whose_prompt_is_text_is_restarted(speech: Spee
     assert [request.json.get("input_ids") for request in engine.generates] == [None, None]
     assert [request.json["text"] for request in engine.generates] == ["\u2028Hi"] * 2
     assert engine.generates[1].json["sampling_params"]["max_new_tokens"] == 8
-    assert (sample.tokens, sample.response_length, sample.metadata["restarted_tokens"]) == ([20, 21], 2, 1)
-    assert "text_joined" not in sample.metadata
+    assert (sample.tokens, sample.response_length, sample.metadata["streamfold_restarted_tokens"]) == ([20, 21], 2, 1)
+    assert "streamfold_text_joined" not in sample.metadata
 
 
 async def test_what_the_engine_refuses_is_not_retried(speech: Speech) -> None:
@@ -241,7 +241,7 @@ async def test_a_response_that_lacks_tokens_of_its_final_count_is_dropped_and_re
         assert [VLLM.ids(request) for request in engine.generates] == [PROMPT, [*PROMPT, 10], [*PROMPT, 10]]
         assert engine.aborts == [engine.generates[0].rid], "the others had ended"
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12], Sample.Status.COMPLETED)
-    assert sample.metadata["restarted_tokens"] == 1
+    assert sample.metadata["streamfold_restarted_tokens"] == 1
 
     async with VLLM.replay(lossy(3)) as engine, VLLM.client(engine.url, retries=Retries(tries=1)) as client:
         sample = sample_of()
@@ -287,7 +287,7 @@ async def test_tokens_whose_top_p_ids_were_lost_are_dropped_and_counted(speech: 
     assert sample.tokens == [*PROMPT, 10, 11]
     assert sample.rollout_top_p_token_offsets is not None
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 1, 3]
-    assert sample.metadata["lost_side_data"] == 1
+    assert sample.metadata["streamfold_lost_side_data"] == 1
 
 
 async def test_a_response_that_finishes_without_the_requested_routed_experts_is_an_error_and_dropped(
@@ -307,7 +307,7 @@ async def test_a_response_that_finishes_without_the_requested_routed_experts_is_
         with pytest.raises(EngineError, match="no routed experts"):
             await completed(client, sample)
         assert (full.tokens, sample.tokens, sample.status) == (PROMPT, PROMPT, Sample.Status.ABORTED)
-        assert sample.metadata["lost_side_data"] == 2
+        assert sample.metadata["streamfold_lost_side_data"] == 2
         await completed(client, sample)
     assert sample.rollout_routed_experts is not None
     assert sample.rollout_routed_experts.shape == (4, 3, 2)

@@ -14,6 +14,7 @@ from support import bodies_vllm
 from support.completing import SOON, answers, completed, sample_of, truncated
 from support.replay import DONE, HANG, PROMPT, RST, answer_json, chunk, head, stream, until
 from support.speaking import SGLANG, VLLM, Speech
+from support.tries import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,7 +81,7 @@ async def test_without_text_a_truncated_response_with_stop_strings_is_restarted(
         sample = await completed(client, sample_of(stop=["END"]))
     assert VLLM.ids(server.generates[1]) == PROMPT
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11, 12], COMPLETED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 GRAMMARS = [(SGLANG, name) for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")]
@@ -96,7 +97,7 @@ async def test_a_truncated_response_with_a_grammar_is_restarted(speech: Speech, 
     ):
         sample = await completed(client, sample_of(**params))
     assert speech.ids(server.generates[1]) == PROMPT
-    assert (sample.tokens, sample.metadata["restarted_tokens"]) == ([*PROMPT, 12, 13], 2)
+    assert (sample.tokens, sample.metadata["streamfold_restarted_tokens"]) == ([*PROMPT, 12, 13], 2)
 
 
 @pytest.mark.parametrize(("speech", "name"), [*GRAMMARS, (VLLM, "structured_outputs")])
@@ -257,15 +258,18 @@ async def test_logprobs_for_a_part_of_the_response_are_refused_before_the_reques
 async def test_a_cancel_does_not_complete_a_response_that_has_lost_an_event() -> None:
     """A server that reports usage only behind the terminal event shows only there that an event is missing."""
     steps: list[Step] = [head(), *map(chunk, (bodies_vllm.event([10]), bodies_vllm.event([12], "stop")))]
-    async with (
-        VLLM.replay([*steps, chunk(bodies_vllm.usage_event(3)), HANG]) as server,
-        VLLM.client(server.url, retries=SOON) as client,
-    ):
+    async with VLLM.replay() as server, VLLM.client(server.url, retries=SOON) as client:
+        server.routes[VLLM.path] = in_turn(server, [*steps, chunk(bodies_vllm.usage_event(3)), HANG], [HANG])
         sample = sample_of()
         task = asyncio.ensure_future(completed(client, sample))
-        await until(lambda: client.running and any(call._attempt.error for call in calls_of(client)))
+        # The error is there, or the next call has begun.
+        await until(
+            lambda: (
+                len(server.generates) == 2 or (client.running and any(call._attempt.error for call in calls_of(client)))
+            )
+        )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     assert (sample.tokens, sample.status) == (PROMPT, ABORTED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2

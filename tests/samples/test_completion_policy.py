@@ -61,8 +61,8 @@ async def test_a_stream_reset_after_k_events_gives_what_an_uninterrupted_one_giv
         again = server.generates[1]
         assert speech.ids(again) == (PROMPT if resume == "restart" else [*PROMPT, *ids[:k]])
         assert speech.params(again)["max_new_tokens"] == (8 if resume == "restart" else 8 - k)
-        assert sample.metadata["resumed"] == 1
-        assert sample.metadata.get("restarted_tokens", 0) == (k if resume == "restart" else 0)
+        assert sample.metadata["streamfold_resumed"] == 1
+        assert sample.metadata.get("streamfold_restarted_tokens", 0) == (k if resume == "restart" else 0)
 
 
 async def test_resume_raise_keeps_the_received_tokens_and_sends_no_other_request(speech: Speech) -> None:
@@ -165,9 +165,11 @@ async def test_with_a_tokenizer_a_character_split_between_calls_is_whole(
     decoded, joined = samples
     assert decoded.tokens == joined.tokens == [*PROMPT, *expected.token_ids]
     assert decoded.response == engine.tokenizer.decode(expected.token_ids)
-    assert "text_joined" not in decoded.metadata
+    assert "streamfold_text_joined" not in decoded.metadata
     assert joined.response != decoded.response
-    assert joined.metadata.get("text_joined", False) is (speech.tokenizer is None), "one engine sends no text at all"
+    assert joined.metadata.get("streamfold_text_joined", False) is (speech.tokenizer is None), (
+        "one engine sends no text at all"
+    )
 
 
 @pytest.mark.parametrize("kind", ["whole", "new"])
@@ -255,10 +257,10 @@ async def test_a_sample_to_be_restarted_keeps_its_tokens_until_the_next_request(
             await asyncio.wait({task}, timeout=5)
             assert task.cancelled() == (then == "cancel")
         assert (sample.tokens, sample.status) == ([*PROMPT, *kept, 10, 11], Sample.Status.ABORTED)
-        assert "restarted_tokens" not in sample.metadata
+        assert "streamfold_restarted_tokens" not in sample.metadata
         await completed(client, sample)
     assert (sample.tokens, sample.status) == ([*PROMPT, *kept, 12], Sample.Status.COMPLETED)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 async def test_a_response_that_stopped_without_its_routed_experts_is_restarted_by_a_later_complete_too(
@@ -289,4 +291,4 @@ async def test_a_sample_to_be_restarted_keeps_its_tokens_while_the_host_is_abort
         await completed(client, sample, aborted=lambda: True)
     assert len(server.generates) == 1
     assert (sample.tokens, sample.status) == ([*PROMPT, 10, 11], Sample.Status.ABORTED)
-    assert "restarted_tokens" not in sample.metadata
+    assert "streamfold_restarted_tokens" not in sample.metadata

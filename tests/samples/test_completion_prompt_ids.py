@@ -46,7 +46,7 @@ async def test_a_sample_of_a_text_prompt_is_resumed_from_the_prompt_ids_that_the
         expected = loopback.undisturbed(prompt_ids, {limit: 40, "temperature": 0})
     assert sample.tokens == [*prompt_ids, *expected.token_ids]
     assert bodies[-1].get("input_ids", bodies[-1].get("prompt")) == kept
-    assert "restarted_tokens" not in sample.metadata
+    assert "streamfold_restarted_tokens" not in sample.metadata
 
 
 async def test_prompt_ids_are_requested_for_text_prompts_alone(speech: Speech) -> None:
@@ -91,7 +91,7 @@ async def test_a_prompt_that_is_the_same_in_each_request_is_never_continued_by_a
         await complete(client, sample, {"max_new_tokens": 8}, options=options)
     assert [request.json["sampling_params"]["max_new_tokens"] for request in engine.generates] == [8, 8]
     assert (sample.tokens[-3:], sample.response_length) == ([0, 1, 2], 3)
-    assert sample.metadata["restarted_tokens"] == 2
+    assert sample.metadata["streamfold_restarted_tokens"] == 2
 
 
 async def test_a_text_prompt_with_routed_experts_requests_the_ids_without_which_they_could_not_be_merged() -> None:

@@ -110,7 +110,7 @@ async def test_a_later_turn_that_cannot_be_resumed_is_restarted_where_it_started
     assert (sample.tokens, sample.status) == ([*PROMPT, 0, 1, *TOOL, 11, 12], Status.COMPLETED)
     assert sample.response == "abijlm"
     assert (sample.loss_mask, len(sample.rollout_log_probs or [])) == ([1, 1, 0, 0, 1, 1], 6)
-    assert sample.metadata["restarted_tokens"] == 1
+    assert sample.metadata["streamfold_restarted_tokens"] == 1
 
 
 async def test_a_turn_behind_one_that_was_aborted_twice_is_decoded_by_itself(speech: Speech) -> None:
@@ -135,7 +135,7 @@ async def test_a_turn_behind_one_that_was_aborted_twice_is_decoded_by_itself(spe
         sample.response = "abijc"  # the engine has held an incomplete character back
         await completed(client, sample)
     assert (sample.response, sample.status) == ("abijc🙂", Status.COMPLETED)
-    assert sample.metadata["text_joined"] is True
+    assert sample.metadata["streamfold_text_joined"] is True
     assert "streamfold_known_text" not in sample.metadata
 
 
@@ -185,5 +185,5 @@ def test_a_rewound_sample_keeps_everything_beside_its_first_tokens() -> None:
         rewind(sample, kept, kept)
         sample.check()
         assert sample.to_dict() == {**wanted.to_dict(), "metadata": sample.metadata}
-        assert sample.metadata == ({"restarted_tokens": 4 - kept} if kept < 4 else {})
+        assert sample.metadata == ({"streamfold_restarted_tokens": 4 - kept} if kept < 4 else {})
         assert len(shared) == 7

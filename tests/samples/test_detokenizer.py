@@ -19,7 +19,9 @@ PROMPT = TOKENIZER.encode("tell me a story")
 def decoded(ids: list[int], *, last: str | None, matched: Any = None, exact: str = "", **params: Any) -> str | None:
     detokenizer, turn = Detokenizer(tokenizer=TOKENIZER, params=params), TurnState(exact_characters=len(exact))
     text, tokens = exact + "and more", [*PROMPT, *ids]
-    return detokenizer.text_of_response(tokens, len(ids), text, turn, last_text=last, matched=matched)
+    found = detokenizer.text_of_response(tokens, len(ids), text, turn, last_text=last, matched=matched)
+    assert found is None or not found.is_corrected
+    return None if found is None else found.text
 
 
 @pytest.mark.parametrize("last", ["", "\ufffd", "\ufffd\ufffd a tale", None])
@@ -52,8 +54,28 @@ def test_the_stop_string_is_the_one_in_the_last_token_even_if_more_text_follows_
     assert decoded(ids, last=None, matched="e", no_stop_trim=True) == "a question and another que"
 
 
-def test_a_text_that_ends_differently_from_the_engines_is_rejected() -> None:
-    assert decoded(list(b"abc"), last="the engine knows of something else") is None
+def test_an_engines_text_that_no_tokens_end_in_is_replaced_which_is_told() -> None:
+    detokenizer, turn = Detokenizer(tokenizer=TOKENIZER, params={}), TurnState(exact_characters=0)
+    ids = list(b"abc")
+    found = detokenizer.text_of_response(PROMPT + ids, 3, "abcd", turn, last_text="something else", matched=None)
+    assert found == ("abc", True)
+
+
+@pytest.mark.parametrize(
+    ("exact", "is_corrected"),
+    [
+        ("今天天今天天气", True),
+        ("今今天", True),
+        ("今天天气很好、今天天气很好、今", True),
+        ("今天天气\ufffd", False),
+        ("", False),
+    ],
+)
+def test_characters_that_the_engine_repeated_before_the_last_call_are_not_exact(exact: str, is_corrected: bool) -> None:
+    ids = TOKENIZER.encode("今天天气很好、今天去")
+    detokenizer, turn = Detokenizer(tokenizer=TOKENIZER, params={}), TurnState(exact_characters=len(exact))
+    found = detokenizer.text_of_response([*PROMPT, *ids], len(ids), f"{exact}天去", turn, last_text="天去")
+    assert found == ("今天天气很好、今天去", is_corrected)
 
 
 def test_exact_characters_are_not_changed() -> None:
@@ -79,20 +101,23 @@ class Sentencepiece:
 
 def test_the_first_word_of_a_response_keeps_the_space_that_its_context_gives_it() -> None:
     detokenizer = Detokenizer(tokenizer=Sentencepiece(), params={})
-    assert detokenizer.text_of_response([1, 2, 3], 2, "", TurnState()) == " w2 w3"
-    assert detokenizer.text_of_response([1, 2, 3], 2, "", TurnState(), uses_prompt=False) == "w2 w3"
+    assert detokenizer.text_of_response([1, 2, 3], 2, "", TurnState()) == (" w2 w3", False)
+    assert detokenizer.text_of_response([1, 2, 3], 2, "", TurnState(), uses_prompt=False) == ("w2 w3", False)
 
 
 def test_a_response_whose_first_part_was_decoded_by_itself_is_decoded_by_itself() -> None:
     detokenizer = Detokenizer(tokenizer=Sentencepiece(), params={})
-    assert detokenizer.text_of_response([1, 2, 3], 2, "w2 w3", TurnState()) == "w2 w3"
+    assert detokenizer.text_of_response([1, 2, 3], 2, "w2 w3", TurnState()) == ("w2 w3", False)
 
 
 def test_of_a_later_turn_only_its_own_tokens_are_decoded() -> None:
     tokens = [*PROMPT, *TOKENIZER.encode("answer 🚀")]
     turn = TurnState(tokens=6, characters=9, exact_characters=10)
     text = "[answer] \ufffd"
-    assert Detokenizer(tokenizer=TOKENIZER, params={}).text_of_response(tokens, 10, text, turn) == "[answer] 🚀"
+    assert Detokenizer(tokenizer=TOKENIZER, params={}).text_of_response(tokens, 10, text, turn) == (
+        "[answer] 🚀",
+        False,
+    )
 
 
 @given(st.text(max_size=40), st.data())
@@ -100,5 +125,10 @@ def test_any_text_split_anywhere_is_decoded_whole(text: str, data: st.DataObject
     ids = list(text.encode(errors="replace"))
     border = data.draw(st.integers(0, len(ids)))
     last = bytes(ids[border:]).decode(errors="replace")
-    assert decoded(ids, last=last) in (TOKENIZER.decode(ids), None)
-    assert decoded(ids, last=None) == TOKENIZER.decode(ids)
+    turn = TurnState(exact_characters=0)
+    for last_text in (last, None):
+        found = Detokenizer(tokenizer=TOKENIZER, params={}).text_of_response(
+            [*PROMPT, *ids], len(ids), "and more", turn, last_text=last_text
+        )
+        assert found is not None
+        assert found.text == TOKENIZER.decode(ids)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import gc
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from streamfold.loopback.core.tokenizer import MockTokenizer
-from streamfold.samples.metadata import TurnState, add_counts, remove_keys
+from streamfold.samples import metadata
+from streamfold.samples.metadata import TurnState, add_counts, enter, remove_keys, rename_old_keys
+from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
 from support.completing import SOON, completed
 from support.replay import DONE, PROMPT, stream
 from support.speaking import SGLANG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STATES: list[tuple[TurnState, dict[str, Any]]] = [
     (TurnState(), {}),
@@ -19,18 +28,18 @@ STATES: list[tuple[TurnState, dict[str, Any]]] = [
     (TurnState(exact_characters=0), {"streamfold_known_text": 0}),
     (
         TurnState(2, 0, exact_characters=7, text_joined=True),
-        {"streamfold_turn": [2, 0], "streamfold_known_text": 7, "text_joined": True},
+        {"streamfold_turn": [2, 0], "streamfold_known_text": 7, "streamfold_text_joined": True},
     ),
 ]
 
 
 @pytest.mark.parametrize(("state", "keys"), STATES)
 def test_a_turns_state_is_saved_under_the_keys_that_saved_files_hold(state: TurnState, keys: dict[str, Any]) -> None:
-    shared = {"mine": 1, "streamfold_turn": [9, 9], "text_joined": True}
+    shared = {"mine": 1, "streamfold_turn": [9, 9], "streamfold_text_joined": True}
     sample = Sample(metadata=shared)
     state.save(sample)
     assert sample.metadata == {"mine": 1, **keys}
-    assert shared == {"mine": 1, "streamfold_turn": [9, 9], "text_joined": True}
+    assert shared == {"mine": 1, "streamfold_turn": [9, 9], "streamfold_text_joined": True}
     assert TurnState.of(sample) == state
 
 
@@ -39,17 +48,104 @@ def test_metadata_may_be_none_as_a_trainers_may() -> None:
     sample.metadata = None  # type: ignore[assignment]
     assert TurnState.of(sample) == TurnState()
     add_counts(sample, resumed=1)
-    assert sample.metadata == {"resumed": 1}
+    assert sample.metadata == {"streamfold_resumed": 1}
 
 
 def test_counts_are_added_and_keys_are_removed_without_touching_a_shared_dict() -> None:
-    shared = {"mine": 1, "resumed": 2, "failures": "many"}
-    sample = Sample(metadata=shared)
+    shared = {"mine": 1, "resumed": 9, "streamfold_resumed": 2, "streamfold_failures": "many"}
+    before, sample = dict(shared), Sample(metadata=shared)
     add_counts(sample, resumed=3, restarted_tokens=4, failures=1)
-    assert sample.metadata == {"mine": 1, "resumed": 5, "restarted_tokens": 4, "failures": 1}
-    remove_keys(sample, "resumed", "failures", "missing")
-    assert sample.metadata == {"mine": 1, "restarted_tokens": 4}
-    assert shared == {"mine": 1, "resumed": 2, "failures": "many"}
+    assert sample.metadata == {
+        "mine": 1,
+        "resumed": 9,
+        "streamfold_resumed": 5,
+        "streamfold_failures": 1,
+        "streamfold_restarted_tokens": 4,
+    }
+    remove_keys(sample, "streamfold_resumed", "streamfold_failures", "missing")
+    assert sample.metadata == {"mine": 1, "resumed": 9, "streamfold_restarted_tokens": 4}
+    assert shared == before
+
+
+def test_a_dict_is_copied_when_its_sample_enters_and_changed_in_place_from_then_on() -> None:
+    shared = {"mine": 1}
+    group = [Sample(metadata=shared) for _ in range(2)]
+    for sample in group:
+        enter(sample)
+    held = [sample.metadata for sample in group]
+    for sample in group:
+        enter(sample)
+        add_counts(sample, resumed=1)
+        TurnState(exact_characters=3).save(sample)
+        TurnState().save(sample)
+        restart(sample)
+    assert [sample.metadata is own for sample, own in zip(group, held, strict=True)] == [True, True]
+    assert held[0] is not held[1]
+    assert (held[0], shared) == ({"mine": 1, "streamfold_resumed": 1}, {"mine": 1})
+
+
+@pytest.mark.parametrize("make", [copy.copy, replace], ids=["copied", "replaced"])
+def test_a_sample_made_of_another_one_gets_a_dict_of_its_own(make: Callable[[Sample], Sample]) -> None:
+    first = Sample(metadata={"mine": 1})
+    enter(first)
+    second = make(first)
+    assert second.metadata is first.metadata
+    enter(second)
+    add_counts(second, failures=1)
+    assert (first.metadata, second.metadata) == ({"mine": 1}, {"mine": 1, "streamfold_failures": 1})
+
+
+def test_another_dict_that_is_set_after_the_sample_has_entered_may_be_shared_too() -> None:
+    sample, shared = Sample(), {"mine": 1}
+    enter(sample)
+    sample.metadata = shared
+    add_counts(sample, failures=1)
+    assert (shared, sample.metadata) == ({"mine": 1}, {"mine": 1, "streamfold_failures": 1})
+
+
+def test_nothing_is_remembered_of_a_sample_that_is_gone() -> None:
+    gc.collect()
+    before = len(metadata._own)
+    samples = [Sample() for _ in range(100)]
+    for sample in samples:
+        enter(sample)
+    assert len(metadata._own) == before + 100
+    del sample, samples
+    gc.collect()
+    assert len(metadata._own) == before
+
+
+def test_a_sample_without_weak_references_keeps_its_notes() -> None:
+    sample: Any = SimpleNamespace(metadata={"mine": 1})
+    add_counts(sample, resumed=1)
+    add_counts(sample, resumed=1)
+    assert sample.metadata == {"mine": 1, "streamfold_resumed": 2}
+
+
+async def test_a_caller_that_holds_the_dict_of_a_sample_that_has_entered_keeps_its_writes() -> None:
+    reply = stream(SGLANG.part([10, 11], finish="stop"), DONE)
+    async with SGLANG.replay(reply) as server, SGLANG.client(server.url, retries=SOON) as client:
+        sample = Sample(tokens=list(PROMPT), metadata={"sampling_params": {"max_new_tokens": 4}})
+        enter(sample)
+        held = sample.metadata
+        held["before"] = 1
+        await completed(client, sample)
+        held["after"] = 2
+    assert sample.metadata is held
+    assert (held["before"], held["after"]) == (1, 2)
+
+
+def test_old_names_are_read_only_where_their_values_are_ours() -> None:
+    old = {"resumed": 2, "failures": "many", "text_joined": True, "restarted_tokens": True, "mine": 1}
+    assert rename_old_keys(old, others={"resumed"}) == {
+        "resumed": 2,
+        "failures": "many",
+        "streamfold_text_joined": True,
+        "restarted_tokens": True,
+        "mine": 1,
+    }
+    assert rename_old_keys({"resumed": 2}) == {"streamfold_resumed": 2}
+    assert rename_old_keys(None) is None
 
 
 async def test_a_partial_sample_that_was_saved_with_a_character_split_between_calls_is_finished_with_it() -> None:

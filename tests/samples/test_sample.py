@@ -271,7 +271,7 @@ def test_a_restarted_sample_has_the_defaults_in_every_field_and_its_copy_is_unch
     restart(sample)
     assert arrays_as_lists(sample) == {
         **arrays_as_lists(fresh),
-        "metadata": {"mine": 1, "lost_side_data": 2, "restarted_tokens": 3},
+        "metadata": {"mine": 1, "streamfold_lost_side_data": 2, "streamfold_restarted_tokens": 3},
     }
 
 

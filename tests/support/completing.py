@@ -45,7 +45,7 @@ def differs(speech: Speech, sample: Sample, engine: Loopback, prompt: Sequence[i
         "loss_mask": [1] * len(whole.token_ids),
         "status": status,
     }
-    if "text_joined" not in sample.metadata:
+    if "streamfold_text_joined" not in sample.metadata:
         expected["response"] = engine.tokenizer.decode(whole.token_ids)
     return {name: (getattr(sample, name), value) for name, value in expected.items() if getattr(sample, name) != value}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from streamfold import Call, Client, Experts, Limits, Retries, Timeouts
 from streamfold.client.attempt import Attempt
 from streamfold.client.attempt_state import Action
+from streamfold.client.runner import CallRunner
 from streamfold.loopback import Faults, Loopback, Router
 from support.leftovers import open_files, settled
 from support.replay import until
@@ -197,9 +198,26 @@ class Watched(Client):
         return sum(call.token_count for call in self.calls)
 
 
-def departures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ids of all requests that leave from now on."""
-    left: list[str] = []
+class Departures(list[str]):
+    """The ids of requests that have left.
+
+    Attributes:
+        again: how many may have left once more, as a kept connection was lost: without another try.
+    """
+
+    again = 0
+
+
+def departures(monkeypatch: pytest.MonkeyPatch) -> Departures:
+    """All requests that leave from now on."""
+    left = Departures()
+    begin = CallRunner._try
+
+    def counted(runner: CallRunner, *, fresh: bool = False) -> None:
+        left.again += fresh
+        begin(runner, fresh=fresh)
+
+    monkeypatch.setattr(CallRunner, "_try", counted)
     send = Attempt._actions[Action.SEND]
 
     def noted(attempt: Attempt) -> None:

@@ -19,11 +19,12 @@ from streamfold.loopback import Loopback
 from support import bodies_vllm, replay
 from support.host import arguments, engine
 from support.host.helpers import LIMIT
+from support.host.slime.rollout.sglang_rollout import GenerateState
 from support.host.slime.utils.types import Sample
 from support.replay import FIN, HANG, PROMPT, Replay, answer_json, chunk, head, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType, SimpleNamespace
 
     from streamfold.loopback.core.reply import Reply
@@ -46,6 +47,12 @@ def streaming(server: Loopback | Replay, **settings: Any) -> SimpleNamespace:
     config = server.config if isinstance(server, Loopback) else None
     settings = {"custom_generate_function_path": entry_module().generate_streaming, "streamfold_tries": 1, **settings}
     return arguments(server.url, config, **settings)
+
+
+def decoding(args: SimpleNamespace, decode: Callable[[list[int]], str]) -> None:
+    """Let the trainer's tokenizer decode as written replies say."""
+    tokenizer: Any = GenerateState(args).tokenizer
+    tokenizer.decode = lambda ids, *, skip_special_tokens: decode(list(ids))
 
 
 def sample_of(**fields: Any) -> Sample:

@@ -41,13 +41,21 @@ Steps = Iterable[Step]
 
 @dataclass
 class Request:
-    """A request as it came in, and what became of its connection."""
+    """A request as it came in, and what became of its connection.
+
+    Attributes:
+        fields: the headers in their order, with names in lower case.
+    """
 
     method: str
     target: str
-    headers: dict[str, str]
+    fields: list[tuple[str, str]]
     body: bytes
     peer_closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @functools.cached_property
+    def headers(self) -> dict[str, str]:
+        return dict(self.fields)
 
     @property
     def json(self) -> Any:
@@ -214,13 +222,13 @@ async def read_request(reader: asyncio.StreamReader, ahead: bytes = b"") -> Requ
     """The next request of a connection; None once the peer has closed it."""
     try:
         head = ahead + await reader.readuntil(b"\r\n\r\n")
-        line, *fields = head.decode("latin-1").rstrip().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (f.partition(":") for f in fields)}
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        line, *lines = head.decode("latin-1").rstrip().split("\r\n")
+        fields = [(name.lower(), value.strip(" ")) for name, _, value in (line.partition(":") for line in lines)]
+        body = await reader.readexactly(int(dict(fields).get("content-length", 0)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     method, target, _ = line.split(" ")
-    return Request(method, target, headers, body)
+    return Request(method, target, fields, body)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

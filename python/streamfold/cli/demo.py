@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _ROWS: Final = (  # label, metric, decimals
-    ("groups done: given to the trainer", "rollout/groups/done", 0),
-    ("groups aborted: not needed any more", "rollout/groups/aborted", 0),
-    ("groups put back, for the next rollout", "rollout/groups/put_back", 0),
-    ("groups kept: finished, but not needed yet", "rollout/groups/kept", 0),
-    ("samples started", "rollout/samples/started", 0),
-    ("  of which resumed from their tokens", "rollout/samples/resumed", 0),
-    ("tokens generated", "rollout/tokens/generated", 0),
-    ("tokens kept of aborted samples", "rollout/tokens/kept", 0),
-    ("tokens lost", "rollout/tokens/lost", 0),
-    ("rewards computed", "rollout/rewards", 0),
+    ("groups done: given to the trainer", "streamfold/groups/done", 0),
+    ("groups aborted: not needed any more", "streamfold/groups/aborted", 0),
+    ("groups put back, for the next rollout", "streamfold/groups/put_back", 0),
+    ("groups kept: finished, but not needed yet", "streamfold/groups/kept", 0),
+    ("samples started", "streamfold/samples/started", 0),
+    ("  of which resumed from their tokens", "streamfold/samples/resumed", 0),
+    ("tokens generated", "streamfold/tokens/generated", 0),
+    ("tokens kept of aborted samples", "streamfold/tokens/kept", 0),
+    ("tokens lost", "streamfold/tokens/lost", 0),
+    ("rewards computed", "streamfold/rewards", 0),
     ("  calls per sample, at most", "reward_calls", 0),
-    ("tokens/s", "rollout/tokens_per_second", 0),
-    ("seconds", "rollout/seconds", 1),
+    ("tokens/s", "streamfold/tokens_per_second", 0),
+    ("seconds", "streamfold/seconds", 1),
 )
 _SHOWN_SAMPLES: Final = 8
 _WHY: Final = """\

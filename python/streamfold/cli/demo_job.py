@@ -137,7 +137,7 @@ class Report:
     @property
     def lost(self) -> int:
         """Tokens that were received and are in no sample."""
-        received = sum(metrics["rollout/tokens/generated"] for metrics in self.rollouts)
+        received = sum(metrics["streamfold/tokens/generated"] for metrics in self.rollouts)
         return int(received) - count_tokens(outcome.sample for outcome in self.outcomes)
 
     @property
@@ -148,7 +148,7 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """The checks that failed, in words; empty if nothing was lost, doubled or changed."""
-        dropped = sum(metrics["rollout/tokens/lost"] for metrics in self.rollouts)
+        dropped = sum(metrics["streamfold/tokens/lost"] for metrics in self.rollouts)
         indices = sorted([*self.given, *self.waiting, *self.undrawn])
         unequal = [outcome.sample.index for outcome in self.outcomes if not outcome.equal]
         misjudged = [outcome.sample.index for outcome in self.outcomes if not outcome.judged]

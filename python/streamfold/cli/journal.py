@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import orjson
 
+from streamfold.samples.metadata import OWN_KEYS, rename_old_keys
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ class Plan:
         return sum(not prompt.tokens for prompt in self._prompts)
 
 
-# Keys of metadata that completing a sample sets.
-_RESERVED = frozenset({"sampling_params", "resumed", "restarted_tokens", "lost_side_data", "text_joined"})
+# Keys of metadata that the rollout and completing a sample set.
+_RESERVED = OWN_KEYS | {"sampling_params"}
 
 
 def _read_prompt(line: bytes, location: str, encode: Encode | None) -> Sample:
@@ -275,6 +276,7 @@ class Journal:
         sample = None
         if fields["status"] not in _FINISHED or not planned.prompt:
             sample = _decode(fields, self._path.parent)
+            sample.metadata = rename_old_keys(sample.metadata, others=planned.metadata)
             prompt_ids = sample.tokens[: len(sample.tokens) - sample.response_length]
             # Without planned ids those of the sample are the engine's own, for the same text.
             if prompt_ids != planned.tokens and (planned.tokens or not planned.prompt):

@@ -16,6 +16,7 @@ from streamfold.cli.options import EXPERTS_HELP, experts_option, params_option, 
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
 from streamfold.errors import EngineError
+from streamfold.samples.metadata import count_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -219,14 +220,14 @@ class _Work:
         for index in range(len(self.plan)):
             if index not in self.journal.finished:
                 sample = self.journal.partial.get(index) or self.plan[index]
-                self._before[index] = sample.response_length, sample.metadata.get("restarted_tokens", 0)
+                self._before[index] = sample.response_length, count_of(sample, "restarted_tokens")
                 yield sample
 
     def end(self, sample: Sample, error: Exception | None) -> None:
         """Count a sample and write it to the journal."""
         tokens, restarted = self._before.pop(sample.index)
         self.tokens += max(0, sample.response_length - tokens)
-        self.restarted_tokens += sample.metadata.get("restarted_tokens", 0) - restarted
+        self.restarted_tokens += count_of(sample, "restarted_tokens") - restarted
         if error is not None:
             self.failures[f"{type(error).__name__}: {error}"] += 1
         if sample.response_length or sample.status in (sample.Status.COMPLETED, sample.Status.TRUNCATED):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
 from streamfold.client.deadlines import Deadline
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from streamfold._core import Generation
     from streamfold.client.control import EngineControl
     from streamfold.client.deadlines import Deadlines
-    from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, HttpRequest, Kind
-    from streamfold.client.limits import Timeouts
+    from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, Kind
+    from streamfold.client.request import CallRequest
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "AttemptOwner"]
 
 # After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
 _REST_SECONDS = 1.0
@@ -34,25 +34,34 @@ _HURRIED_REPLY_SECONDS = 0.1  # ... and without a drain: engines that see the so
 
 _Phase = Literal["first_token", "next_token", "rest"]
 
-_AT_REST = (State.IDLE, State.DONE, State.ABORTED)
+
+class AttemptOwner(Protocol):
+    """The call that a try belongs to."""
+
+    def check_abort(self) -> bool:
+        """Whether no request may leave any more. Calls :meth:`Attempt.abort` first if a flag of the host says so."""
+
+    def on_over(self) -> None:
+        """Nothing more is sent or read. Called once."""
+
+    def on_settled(self) -> None:
+        """An abort request has been answered too, if one had to be sent. Called once, after :meth:`on_over`."""
 
 
 class Attempt:
     """One request under one request id.
 
-    :meth:`run` is awaited by the call's pump, which is never cancelled. :meth:`abort` ends it early.
+    :meth:`start` is called once. :meth:`abort` ends it early.
 
     Args:
         rid: the request id.
+        request: what is sent under it. Its body is dropped at the first token: it is not sent again.
         driver: carries the request.
         control: sends the abort request.
         deadlines: of the client.
-        timeouts: of the phases.
-        nothing: makes the generation of a try that sent no request.
-        on_first_token: called once: the request is not sent again.
 
     Attributes:
-        error: what it failed with; :meth:`run` does not raise it.
+        error: what it failed with; :meth:`start` does not raise it.
         sent_at: by ``time.monotonic()``; infinite until then.
         is_stale: whether a kept connection failed before the first byte of the reply.
     """
@@ -60,36 +69,35 @@ class Attempt:
     def __init__(
         self,
         rid: str,
+        request: CallRequest,
         *,
         driver: Driver,
         control: EngineControl,
         deadlines: Deadlines,
-        timeouts: Timeouts,
-        nothing: Callable[[], Generation],
-        on_first_token: Callable[[], object],
     ) -> None:
         self.rid = rid
         self.error: BaseException | None = None
         self.sent_at: float = math.inf
         self.is_stale: bool = False
+        self._request = request
         self._driver = driver
         self._control = control
-        self._timeouts = timeouts
-        self._nothing = nothing
-        self._on_first_token = on_first_token
+        self._timeouts = request.timeouts
         self._generation: Generation | None = None
 
         self._state = State.IDLE
         self._exchange: Exchange | None = None
-        self._url = ""  # for messages
-        self._check_abort: Callable[[], bool] = _never
+        self._owner: AttemptOwner | None = None  # until it has no use for anything more
+        self._has_flag = False
         self._head: Head | None = None
         self._failure: Failure | None = None
-        self._over = _Once()  # nothing more is sent or read
-        self._settled = _Once()
-        # For the abort request, which may have to be repeated:
-        self._responded = _Once()  # headers were received, or never will be
-        self._finished = _Once()  # the terminal event was received
+        self._is_over = False  # nothing more is sent or read
+        self._is_settled = False
+        self._told_over = False
+        self._is_finished = False  # the terminal event was received
+        # For the abort request, which may have to be repeated: made when it is sent.
+        self._when_finished: asyncio.Future[None] | None = None  # resolved by the terminal event
+        self._when_responded: asyncio.Future[None] | None = None  # ... once headers were received, or never will be
 
         self._phase: _Phase | None = None
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
@@ -119,36 +127,30 @@ class Attempt:
         """Whether the connection is being opened."""
         return self._state is State.CONNECTING
 
-    async def run(self, request: HttpRequest, check_abort: Callable[[], bool]) -> None:
-        """Send ``request`` and read the response to its end. Once, and not after :meth:`abort`.
+    def start(self, owner: AttemptOwner, *, fresh: bool, has_flag: bool) -> None:
+        """Send the request and read the response to its end. Not after :meth:`abort`.
 
         Args:
-            request: must hold :attr:`rid`.
-            check_abort: whether the call is being aborted. Called right before the request is sent, which does not
-                leave if this is true, and again right after. It calls :meth:`abort` itself.
+            owner: is told the end, maybe before this returns.
+            fresh: whether to use a new connection only.
+            has_flag: whether the owner looks at a flag of the host. Its ``check_abort`` is called right before the
+                request is sent, which does not leave if this is true, and again right after.
         """
-        self._check_abort = check_abort
-        self._url = request.url
-        self._exchange = self._driver.start(request, self._listen)
-        del request  # the driver frees its body
-        self._on(Event.START)
+        self._owner, self._has_flag = owner, has_flag
         try:
-            await self._over.future()
-        except BaseException as error:  # the event loop is torn down
+            self._exchange = self._driver.start(self._request.with_rid(self.rid, fresh=fresh), self._listen)
+        except Exception as error:  # noqa: BLE001  # raised to those who await the call
+            self._end(error)
+        except BaseException as error:  # Rust panicked
             self._end(StreamfoldError(f"the call was interrupted: {error!r}"))
-            self._exchange.end()
             raise
-
-    async def finish(self) -> Generation:
-        """After :meth:`run`: wait until an abort request has been sent, if one has to be; return what was received."""
-        if self._state not in _AT_REST:
-            await asyncio.wait({self._settled.future()})
-        return self.take()
+        else:
+            self._on(Event.START)
 
     def take(self) -> Generation:
         """Return what was received. Nothing more is parsed afterwards."""
         if self._generation is None:
-            self._generation = generation = self._nothing() if self._exchange is None else self._exchange.take()
+            self._generation = generation = self._request.nothing() if self._exchange is None else self._exchange.take()
             if isinstance(self.error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
                 self.error = None  # the terminal event arrived during the abort
         return self._generation
@@ -168,9 +170,13 @@ class Attempt:
         """End an abort's drain, and shorten its wait for the engine's answer."""
         self._on(Event.HASTEN)
 
-    def fail(self, error: BaseException) -> None:
-        """Before or after :meth:`run`: end with ``error``, unless it failed before or is being aborted."""
-        self._fail(Event.FAILED, error)
+    def interrupt(self, error: BaseException) -> None:
+        """Read nothing more, and end with ``error``, unless it failed before or is being aborted."""
+        if self._exchange is None or self._is_over:
+            self._fail(Event.FAILED, error)
+        else:
+            self._end(error)
+            self._exchange.end()
 
     def _fail(self, event: Event, error: BaseException) -> None:
         if self._state not in ABORTING:
@@ -187,21 +193,32 @@ class Attempt:
 
     def _send(self) -> None:
         """Nothing is awaited between the look at the host's flag and the first byte."""
-        if self._exchange is None or self._check_abort():
+        if self._exchange is None or self._owner is None or (self._has_flag and self._owner.check_abort()):
             return
         self.sent_at = time.monotonic()
-        self._on(Event.SENT)
+        if self._state is State.SENDING:
+            self._on(Event.SENT)
+        else:  # it did not leave: the server had closed the kept connection
+            self._set_phase("first_token", self._timeouts.first_token)
         self._exchange.send()
-        asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
+        if self._has_flag:
+            asyncio.get_running_loop().call_soon(self._look_for_abort)  # the host's flag may have been set meanwhile
 
     def _look_for_abort(self) -> None:
-        self._check_abort()
+        if self._has_flag and self._owner is not None and not self._is_over:
+            self._owner.check_abort()
 
     def _send_abort(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._when_finished, self._when_responded = finished, responded = loop.create_future(), loop.create_future()
+        if self._is_finished:
+            finished.set_result(None)
+        if self._head is not None or self._is_over:
+            responded.set_result(None)
         sending = self._control.send_abort(
             self.rid,
-            done=self._finished.future(),
-            responded=self._responded.future(),
+            done=finished,
+            responded=responded,
             has_tokens=self.token_count > 0,
         )
         sending.add_done_callback(self._on_abort_answered)
@@ -216,32 +233,63 @@ class Attempt:
             self._exchange.end()
 
     def _settle(self) -> None:
-        self._set_phase(None, None)
+        self._phase = None
+        self._deadline.close()
         self._stop_abort_timer()
         self._close()  # unless the connection is kept
-        self._settled.set()
+        self._is_settled = True
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Tell the owner each of the two ends, in their order, once."""
+        owner = self._owner
+        if owner is None or not self._is_over:
+            return
+        if not self._told_over:
+            self._told_over = True
+            owner.on_over()
+        if self._is_settled and self._owner is not None:
+            self._owner = None
+            owner.on_settled()
 
     # What the driver reports.
 
     def _listen(self, kind: Kind, detail: Any) -> None:  # noqa: ANN401  # each kind has its own
-        if not self._over.is_set:
+        if self._is_over:
+            return
+        try:
             self._reports[kind](self, detail)
+        except Exception as error:  # noqa: BLE001  # a fault of our own
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
+        """End at once, in any state: who awaits the call gets the error, and does not wait for ever."""
+        self._state = State.ABORTED  # which takes whatever may still come
+        self.error = StreamfoldError(f"the call was interrupted: {error!r}")
+        self.error.__cause__ = error
+        self._is_over = True
+        _resolve(self._when_responded)
+        self._settle()
 
     def _on_connected(self, _: None) -> None:
-        self._on(Event.CONNECTED)
+        if self._state is State.HEAD:
+            self._send()
+        else:
+            self._on(Event.CONNECTED)
 
     def _on_head(self, head: Head) -> None:
-        self._responded.set()
-        self._check_abort()
+        self._look_for_abort()
         self._head = head
+        _resolve(self._when_responded)
         self._on(head_event(head.status, is_stream=head.is_stream))
 
     def _on_token(self, _: None) -> None:
-        self._on_first_token()
+        self._request.drop_body()
         self._on(Event.FIRST_TOKEN)
 
     def _on_finished(self, _: None) -> None:
-        self._finished.set()
+        self._is_finished = True
+        _resolve(self._when_finished)
         self._on(Event.FINISHED)
 
     def _on_overrun(self, _: None) -> None:
@@ -264,25 +312,26 @@ class Attempt:
             self._end()
 
     def _error_of(self, failure: Failure) -> StreamfoldError:
+        url = self._request.url
         if failure.timed_out:
             limit = f"within {self._timeouts.connect} s (Timeouts.connect)"
             reason = f": {failure.message}" if failure.message else ""
-            error: StreamfoldError = EngineTimeout(f"no connection to {self._url} {limit}{reason}", phase="connect")
+            error: StreamfoldError = EngineTimeout(f"no connection to {url} {limit}{reason}", phase="connect")
         else:
-            error = EngineError(f"no reply from {self._url}: {failure.message}", retryable=failure.retryable)
+            error = EngineError(f"no reply from {url}: {failure.message}", retryable=failure.retryable)
         error.__cause__ = failure.cause
         return error
 
     def _end(self, error: BaseException | None = None) -> None:
         """Nothing more is read."""
-        self._check_abort = _never
-        self._responded.set()
-        self._set_phase(None, None)
-        self._over.set()
+        _resolve(self._when_responded)
+        self._phase = None  # the deadline of the last one may pass: it means nothing any more
+        self._is_over = True
         if error is None:
             self._on(Event.ENDED)
         else:
             self._fail(Event.FAILED, error)
+        self._call_back()
 
     # Timers.
 
@@ -365,27 +414,6 @@ class Attempt:
     }
 
 
-class _Once:
-    """Something that happens once, with a future that is created only if it is awaited."""
-
-    __slots__ = ("_future", "is_set")
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._future: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self.is_set = True
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-    def future(self) -> asyncio.Future[None]:
-        if self._future is None:
-            self._future = asyncio.get_running_loop().create_future()
-            if self.is_set:
-                self._future.set_result(None)
-        return self._future
-
-
-def _never() -> bool:
-    return False
+def _resolve(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

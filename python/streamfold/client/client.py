@@ -213,8 +213,7 @@ class Client:
         request = self._request(input_ids, sampling_params, options, headers)
         runner = session.runner(
             request,
-            AbortSignal.of(aborted),
-            timeouts=self._internals.timeouts,
+            None if aborted is None else AbortSignal.of(aborted),
             retries=self._internals.retries,
             retry_log=self._retry_log,
         )
@@ -222,7 +221,7 @@ class Client:
             none = np.empty(0)
             runner.end_with(Generation(none, none if logprobs else None, finish_reason="length"))
         else:
-            session.start(runner, request)
+            session.start(runner)
         return Call(runner)
 
     def _request(
@@ -232,13 +231,13 @@ class Client:
         options: RequestOptions,
         headers: Mapping[str, str] | None,
     ) -> CallRequest:
-        engine = self._internals.engine_spec
+        engine, timeouts = self._internals.engine_spec, self._internals.timeouts
         ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
         if not 0 <= options.experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
         budget = engine.budget(sampling_params)
         payload = engine.payload(ids, sampling_params, options)
-        drain = self._internals.timeouts.drain
+        with_fields((), engine.headers(options.rid))  # a caller's id may be none that a header can hold
         return CallRequest(
             engine=engine,
             base_url=self._base_url,
@@ -247,8 +246,8 @@ class Client:
             options=options,
             prompt_len=None if ids is None else len(ids),
             budget=budget,
-            drain=drain if engine.asks_side_data(payload) else min(drain, engine.abort_drain),
-            connect_timeout=self._internals.timeouts.connect,
+            drain=timeouts.drain if engine.asks_side_data(payload) else min(timeouts.drain, engine.abort_drain),
+            timeouts=timeouts,
             clamped=self._clamped,
             max_event_bytes=self._limits.max_event_bytes,
         )
@@ -354,8 +353,9 @@ class Client:
         session = self._session
         if session is None:
             return
-        if session.loop.is_closed():  # it took everything along
+        if session.loop.is_closed():  # it took everything along but the sockets
             self._session = None
+            session.abandon()
             return
         self._check_loop(session)
         if session.closing is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
@@ -114,7 +113,7 @@ class ControlRequests:
         try:
             await reply.receive(self._driver, request)
             if reply.is_stale:  # the server had closed a kept connection
-                await reply.receive(self._driver, replace(request, fresh=True))
+                await reply.receive(self._driver, request._replace(fresh=True))
         finally:
             deadline.set(None)
         return reply.result(request.url)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
-from typing import TYPE_CHECKING, Final
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,54 +17,44 @@ _EXPIRY_GRACE: Final = 0.02  # seconds between a deadline and its expiry: a busy
 _MIN_DROPPED: Final = 64  # entries, below which the heap is not cleaned up
 
 
-class _Entry:
-    """One entry of the heap.
-
-    Attributes:
-        when: when it is due.
-        deadline: None once the deadline has no use for it.
-    """
-
-    __slots__ = ("deadline", "when")
-
-    def __init__(self, when: float, deadline: Deadline) -> None:
-        self.when: float = when
-        self.deadline: Deadline | None = deadline
-
-    def __lt__(self, other: _Entry) -> bool:
-        return self.when < other.when
+# An entry of the heap: when it is due, a number that orders those that are due at once, and the Deadline, or None once
+# that has no use for it. A list: to compare instances of a class would call Python code.
+_Entry = list[Any]
+_WHEN: Final = 0
+_DEADLINE: Final = 2
 
 
 class Deadlines:
-    """The heap and its timer. Bound to the running event loop."""
+    """The heap and its timer. Bound to the running event loop.
+
+    Attributes:
+        now: gives the time of the event loop.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self.now: Callable[[], float] = loop.time
         self._heap: list[_Entry] = []
+        self._numbers = count()
         self._dropped = 0
         self._timer: asyncio.Handle | None = None
         self._fires_at = math.inf
 
-    @property
-    def now(self) -> float:
-        """The time of the event loop."""
-        return self._loop.time()
-
     def add(self, deadline: Deadline, when: float) -> _Entry:
         """Add an entry."""
-        entry = _Entry(when, deadline)
-        heapq.heappush(self._heap, entry)
+        entry = [when, next(self._numbers), deadline]
+        heappush(self._heap, entry)
         if when < self._fires_at:
             self._start(when)
         return entry
 
     def drop(self, entry: _Entry) -> None:
         """Give up an entry. It is removed when many are."""
-        entry.deadline = None
+        entry[_DEADLINE] = None
         self._dropped += 1
-        if self._dropped > max(_MIN_DROPPED, len(self._heap) // 2):
-            self._heap = [entry for entry in self._heap if entry.deadline is not None]
-            heapq.heapify(self._heap)
+        if self._dropped > _MIN_DROPPED and self._dropped > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[_DEADLINE] is not None]
+            heapify(self._heap)
             self._dropped = 0
             if not self._heap:
                 self.close()
@@ -84,19 +75,22 @@ class Deadlines:
         self._timer, self._fires_at = None, math.inf
         now = self._loop.time()
         try:
-            while self._heap and self._heap[0].when <= now:
-                deadline = heapq.heappop(self._heap).deadline
+            while self._heap and self._heap[0][_WHEN] <= now:
+                deadline = heappop(self._heap)[_DEADLINE]
                 if deadline is None:
                     self._dropped -= 1
                 else:
                     deadline.fire(now)
         finally:
-            if self._heap and self._heap[0].when < self._fires_at:
-                self._start(self._heap[0].when)
+            if self._heap and self._heap[0][_WHEN] < self._fires_at:
+                self._start(self._heap[0][_WHEN])
 
 
 class Deadline:
     """A deadline that may be moved often: only an earlier one adds an entry to the heap.
+
+    :meth:`close` it in the end: the two callables are usually methods of who owns it, and references in a circle are
+    freed only by the garbage collector.
 
     Args:
         deadlines: the heap.
@@ -119,15 +113,22 @@ class Deadline:
     def set(self, seconds: float | None) -> None:
         """Expire ``seconds`` from now; None: never."""
         self._in_grace = False
-        self._when = math.inf if seconds is None else self._deadlines.now + seconds
-        if self._when < math.inf if self._entry is None else self._when < self._entry.when:
-            self._enter(self._when)
-        elif seconds is None:
+        if seconds is None or seconds == math.inf:
+            self._when = math.inf
             self._leave()
+            return
+        self._when = when = self._deadlines.now() + seconds
+        entry = self._entry
+        if entry is None:
+            self._entry = self._deadlines.add(self, when)
+        elif when < entry[_WHEN]:
+            self._deadlines.drop(entry)
+            self._entry = self._deadlines.add(self, when)
 
-    def _enter(self, when: float) -> None:
-        self._leave()
-        self._entry = self._deadlines.add(self, when)
+    def close(self) -> None:
+        """Never expire, whatever is set."""
+        self.set(None)
+        self._expired, self._look = _do_nothing, None
 
     def _leave(self) -> None:
         entry, self._entry = self._entry, None
@@ -139,7 +140,7 @@ class Deadline:
         self._entry = None
         if now < self._when:
             if self._when < math.inf:
-                self._enter(self._when)
+                self._entry = self._deadlines.add(self, self._when)
         elif self._in_grace:
             self._expired()
         else:
@@ -148,4 +149,8 @@ class Deadline:
                 self._look()
             if self._in_grace and self._entry is None:  # it was not moved
                 self._when = now
-                self._enter(now + _EXPIRY_GRACE)
+                self._entry = self._deadlines.add(self, now + _EXPIRY_GRACE)
+
+
+def _do_nothing() -> None:
+    pass

@@ -26,6 +26,13 @@ def with_fields(fields: Fields, headers: Mapping[str, str] | None) -> Fields:
         return fields
     named = {name.lower(): (name, value) for name, value in fields}
     for name, value in headers.items():
-        RequestHead.check_field(name, value)
+        _check(name, value)
         named[name.lower()] = (name, value)
     return tuple(named.values())
+
+
+def _check(name: str, value: str) -> None:
+    try:
+        RequestHead.check_field(name, value)
+    except UnicodeEncodeError:  # half of a surrogate pair, which Python's strings may hold
+        raise ValueError(f"the header {name!r} holds a character that no encoding has") from None

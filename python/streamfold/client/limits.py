@@ -8,15 +8,10 @@ import random
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["Deadline", "Limits", "Retries", "Slots", "Timeouts", "check_seconds"]
+__all__ = ["Limits", "Retries", "Slots", "Timeouts", "check_seconds"]
 
 _MAX_RETRY_AFTER = 600.0  # seconds
-_EXPIRY_GRACE = 0.02  # seconds between a deadline and its expiry: a busy event loop is not a silent engine
 
 
 @dataclass(frozen=True)
@@ -108,46 +103,6 @@ class Retries:
         return backoff if retry_after is None else max(backoff, min(retry_after, _MAX_RETRY_AFTER) * (1 + jitter))
 
 
-class Deadline:
-    """A deadline that moves at each token, with one timer, which is rescheduled only when it fires.
-
-    ``expired`` is called when the deadline has passed. Bound to the running event loop.
-    """
-
-    def __init__(self, expired: Callable[[], None]) -> None:
-        self._expired = expired
-        self._loop = asyncio.get_running_loop()
-        self._when = math.inf
-        self._in_grace = False
-        self._timer: asyncio.Handle | None = None
-        self._fires_at = math.inf
-
-    def set(self, seconds: float | None) -> None:
-        """Expire ``seconds`` from now; None: never."""
-        self._in_grace = False
-        self._when = math.inf if seconds is None else self._loop.time() + seconds
-        if self._when < self._fires_at:
-            self._start(self._when)
-        elif seconds is None:
-            self._start(math.inf)
-
-    def _start(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._fires_at = when  # not timer.when(): uvloop's timers lack it if they are due at once
-        self._timer = self._loop.call_at(when, self._fire) if when < math.inf else None
-
-    def _fire(self) -> None:
-        self._timer, self._fires_at = None, math.inf
-        if self._loop.time() < self._when:
-            self._start(self._when)
-        elif not self._in_grace:
-            self._in_grace = True
-            self._start(self._loop.time() + _EXPIRY_GRACE)
-        else:
-            self._expired()
-
-
 def check_seconds(name: str, value: float | None, *, optional: bool) -> None:
     """Raise ValueError unless ``value`` is a duration in seconds (or None, if that is ``optional``)."""
     if value is None and optional:
@@ -187,8 +142,10 @@ class Slots:
     def request(self) -> asyncio.Future[bool]:
         """Join the queue. The future becomes True when the slot is held; it must then be released."""
         slot = asyncio.get_running_loop().create_future()
-        self._queue[slot] = None
-        self._grant()
+        if self._queue or not (self._free and self._left):
+            self._queue[slot] = None
+        else:
+            self._hold(slot)
         return slot
 
     def release(self) -> None:
@@ -200,11 +157,14 @@ class Slots:
         while self._queue and self._free and self._left:
             slot, _ = self._queue.popitem(last=False)
             if not slot.done():
-                if self._left == self._per_pass:  # the first one of this pass
-                    slot.get_loop().call_soon(self._next_pass)
-                self._free -= 1
-                self._left -= 1
-                slot.set_result(True)
+                self._hold(slot)
+
+    def _hold(self, slot: asyncio.Future[bool]) -> None:
+        if self._left == self._per_pass:  # the first one of this pass
+            slot.get_loop().call_soon(self._next_pass)
+        self._free -= 1
+        self._left -= 1
+        slot.set_result(True)
 
     def _next_pass(self) -> None:
         self._left = self._per_pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +12,18 @@ from streamfold.client.drivers.base import HttpRequest
 if TYPE_CHECKING:
     from streamfold._core import Generation
     from streamfold.client.drivers.base import Fields
+    from streamfold.client.limits import Timeouts
     from streamfold.client.urls import BaseUrl
     from streamfold.engines.base import EngineSpec, RequestOptions
 
-__all__ = ["CallRequest"]
+__all__ = ["CallRequest", "new_rid"]
 
 _MAX_OVERRUN = 256  # tokens past max_new_tokens, after which an engine floods
+
+
+def new_rid() -> str:
+    """A request id that no other call has: 32 random hex digits."""
+    return os.urandom(16).hex()
 
 
 @dataclass(kw_only=True)
@@ -32,7 +39,7 @@ class CallRequest:
         prompt_len: tokens in the prompt; None if ``body`` holds it as text or images.
         budget: ``max_new_tokens``; None if it is not limited.
         drain: seconds that an abort reads on for what only the terminal event carries.
-        connect_timeout: seconds; None for no limit. The other phases are timed by ``Attempt``.
+        timeouts: of the phases of a try.
         clamped: what to do with clamped logprobs, as of :class:`~streamfold.Client`.
         max_event_bytes: the longest event that is parsed.
     """
@@ -45,7 +52,7 @@ class CallRequest:
     prompt_len: int | None
     budget: int | None
     drain: float
-    connect_timeout: float | None
+    timeouts: Timeouts
     clamped: Literal["raise", "keep"]
     max_event_bytes: int
 
@@ -62,6 +69,11 @@ class CallRequest:
             "token_limit": None if self.budget is None else self.budget + _MAX_OVERRUN,
             "max_event_bytes": self.max_event_bytes,
         }
+
+    @property
+    def url(self) -> str:
+        """The address, for messages."""
+        return f"{self.base_url}{self.engine.path}"
 
     def nothing(self) -> Generation:
         """The generation of a call that has received nothing."""
@@ -90,6 +102,6 @@ class CallRequest:
             fields=fields,
             body=self.body if rid == first else self.engine.rename(self.body, first, rid),
             stream=self._stream,
-            connect_timeout=self.connect_timeout,
+            connect_timeout=self.timeouts.connect,
             fresh=fresh,
         )

@@ -9,17 +9,17 @@ import asyncio
 import logging
 import math
 import time
-import uuid
 from typing import TYPE_CHECKING
 
-from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import check_seconds
+from streamfold.client.request import new_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from streamfold._core import Generation
+    from streamfold.client.abort_signal import AbortSignal
     from streamfold.client.attempt import Attempt
     from streamfold.client.limits import Retries, Slots
     from streamfold.client.request import CallRequest
@@ -32,20 +32,19 @@ _WARN_SECONDS = 60.0
 
 
 class CallRunner:
-    """One call. A task of its own, the pump, makes its tries.
+    """One call. It has no task: callbacks lead from the slot to the try, to its end, to a retry pause and so on.
 
-    The pump is never cancelled. What ends the call early calls :meth:`abort_soon`, which ends everything that the
-    pump waits for. Bound to the running event loop.
+    Bound to the running event loop.
 
     Args:
-        rid: the request id of the first try.
-        make_attempt: makes the try with that request id.
+        request: what its tries send.
+        new_attempt: makes a try of it, with a request id.
         retries: how often, and after which pauses, a failed try is repeated.
         slots: limits how many tries run at once.
         registry: the client's calls that have not ended, by the request id of the current try.
-        drain: seconds that an abort reads on, unless it says otherwise.
-        host_abort: read right before and right after each send, and watched during retry pauses.
+        host_abort: read right before and right after each send, and watched during retry pauses. None: never set.
         retry_log: counts and logs failed tries.
+        on_done: called once, when the call has ended and everything is cleaned up.
 
     Attributes:
         started_at: by ``time.monotonic()``.
@@ -56,44 +55,42 @@ class CallRunner:
 
     def __init__(
         self,
-        rid: str,
-        make_attempt: Callable[[str], Attempt],
+        request: CallRequest,
+        new_attempt: Callable[[str, CallRequest], Attempt],
         *,
         retries: Retries,
         slots: Slots,
         registry: dict[str, CallRunner],
-        drain: float,
-        host_abort: AbortSignal,
+        host_abort: AbortSignal | None,
         retry_log: RetryLog,
+        on_done: Callable[[CallRunner], object],
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self.started_at: float = time.monotonic()
         self.ended: asyncio.Future[Generation] = loop.create_future()
         self.tries: int = 0
         self.error: BaseException | None = None
-        self._make_attempt = make_attempt
-        self._attempt = make_attempt(rid)
-        self._stale_attempt: Attempt | None = None
+        self._request = request
+        self._new_attempt = new_attempt
+        self._attempt = new_attempt(request.options.rid, request)
+        self._unsettled = 0  # tries that were started: one, and those whose kept connection the server had closed
         self._retries = retries
         self._slots = slots
         self._registry = registry
-        self._drain = drain
-        self._abort = AbortSignal()
+        self._is_aborting = False
         self._host_abort = host_abort
         self._retry_log = retry_log
+        self._on_done = on_done
+        self._pause_timer: asyncio.Handle | None = None
+        self._ignore_host: Callable[[], None] | None = None  # ends the watch of the host's flag, after a pause
+        self._waiters: list[asyncio.Future[None]] = []
         self._ended_at = math.inf
+        self._slot: asyncio.Future[bool] | None = None
 
-    def start(self, request: CallRequest) -> asyncio.Task[None]:
-        """Queue up for a slot.
-
-        Returns:
-            The pump, which ends when the call has ended and everything is cleaned up.
-        """
+    def start(self) -> None:
+        """Queue up for a slot. The first request leaves in a later pass of the event loop."""
         self._registry[self.rid] = self
-        self._slot = self._slots.request()
-        pump = self._loop.create_task(self._pump(request), name=f"streamfold {self.rid}")
-        pump.add_done_callback(self._after_pump)
-        return pump
+        self._queue_up()
 
     def end_with(self, generation: Generation) -> None:
         """End at once with ``generation``, in place of :meth:`start`: no request is needed."""
@@ -138,7 +135,7 @@ class CallRunner:
     @property
     def aborting(self) -> bool:
         """Whether it is being aborted, or was."""
-        return self._abort.is_set()
+        return self._is_aborting
 
     @property
     def state(self) -> str:
@@ -161,91 +158,116 @@ class CallRunner:
             check_seconds("drain", drain, optional=False)
         if self.ended.done():
             return
-        if self._abort.is_set():
+        if self._is_aborting:
             self._attempt.end_drain()
             return
-        self._abort.set()
-        self._slots.leave(self._slot)
+        self._is_aborting = True
+        if self._slot is not None:
+            self._slots.leave(self._slot)
+        if self._pause_timer is not None:
+            self._end_pause()
+            self._end()
+            return
         connecting = self._attempt.connecting
-        self._attempt.abort(self._drain if drain is None else drain)
+        self._attempt.abort(self._request.drain if drain is None else drain)
         if connecting:
-            self._finish()  # the pump waits until the connection opens or fails; the callers need not
+            self._finish()  # the try goes on until the connection opens or fails; the callers need not wait for that
+
+    def interrupt(self, error: BaseException) -> None:
+        """End soon, as the event loop is torn down. A request that has left is aborted at the engine."""
+        self._attempt.interrupt(StreamfoldError(f"the call was interrupted: {error!r}"))
+        if not self._is_aborting:
+            self.abort_soon(drain=0.0)
 
     @staticmethod
     async def wait(runners: Collection[CallRunner]) -> None:
         """Wait until all calls have ended. Cancelling this aborts them, and still waits: aborts take bounded time."""
         cancelled = None
-        while pending := {runner.ended for runner in runners if not runner.ended.done()}:
-            try:
-                await asyncio.wait(pending)
-            except asyncio.CancelledError as error:  # noqa: PERF203  # a second one ends the drain
-                cancelled = error
-                for runner in runners:
-                    runner.abort_soon()
+        for runner in runners:
+            while not runner.ended.done():
+                waiter = runner._loop.create_future()  # noqa: SLF001  # to cancel a task cancels what it awaits
+                runner._waiters.append(waiter)  # noqa: SLF001
+                try:
+                    await waiter
+                except asyncio.CancelledError as error:  # a second one ends the drain
+                    cancelled = error
+                    for each in runners:
+                        each.abort_soon()
         if cancelled is not None:
             raise cancelled
 
     async def result(self) -> Generation:
         """Wait for the end; return the generation or raise the error."""
-        await self.wait([self])
+        await self.wait((self,))
         if self.error is not None:
             raise self.error.with_traceback(None)  # the same error each time; its traceback must not grow
         return self.ended.result()
 
-    # The pump.
+    # Its course.
 
-    async def _pump(self, request: CallRequest) -> None:
-        try:
-            while await self._try_once(request):
-                self._slot = self._slots.request()
-        except Exception as error:  # noqa: BLE001  # raised to those who await the call
-            self._attempt.error = error  # in place of a failure that was to be retried
-        except BaseException as error:  # the event loop is torn down, or Rust panicked
-            self._attempt.fail(StreamfoldError(f"the call was interrupted: {error!r}"))
-            raise
-        finally:
-            try:
-                await self._attempt.finish()
-                if self._stale_attempt is not None:
-                    await self._stale_attempt.finish()
-            finally:
-                self._finish()
+    def _queue_up(self) -> None:
+        self._slot = slot = self._slots.request()
+        slot.add_done_callback(self._on_slot)
 
-    async def _try_once(self, request: CallRequest) -> bool:
-        """One try, from the wait for a slot to the end of the retry pause after it; whether another one follows."""
-        if not await self._slots.wait(self._slot):
-            return False
-        try:
-            if self._check_abort():
-                return False
+    def _on_slot(self, slot: asyncio.Future[bool]) -> None:
+        self._slot = None
+        if not slot.result():  # it has left the queue
+            self._end()
+        elif self.check_abort():
+            self._slots.release()
+            self._end()
+        else:
             if self.tries:
                 self._replace_attempt()
             self.tries += 1
-            await self._attempt.run(request.with_rid(self.rid), self._check_abort)
-            if self._attempt.is_stale and not self._check_abort():
-                await self._run_again(request)
-        finally:
+            self._try()
+
+    def _try(self, *, fresh: bool = False) -> None:
+        self._unsettled += 1
+        self._attempt.start(self, fresh=fresh, has_flag=self._host_abort is not None)
+
+    # What the try calls: see AttemptOwner.
+
+    def on_over(self) -> None:
+        """Nothing more of the try is sent or read."""
+        if self._attempt.is_stale and not self.check_abort():
+            # The server had closed a kept connection: the request is sent once more, on a new one. It is no retry.
+            self._replace_attempt()
+            self._try(fresh=True)
+        else:
             self._slots.release()
-        await self._attempt.finish()
+
+    def on_settled(self) -> None:
+        """A try waits for nothing any more, not even for the answer to its abort request."""
+        self._unsettled -= 1
+        if self._unsettled:
+            return
+        self._attempt.take()
         error = self._attempt.error
-        if not self._may_retry(error) or self._check_abort():
-            return False
+        if self.ended.done() or not self._may_retry(error) or self.check_abort():
+            self._end()
+            return
         pause = self._retries.pause(self.tries, getattr(error, "retry_after", None))
         self._retry_log.add(self, error, pause)
-        if await (self._abort | self._host_abort).wait(pause) and not self._abort.is_set():
-            self.abort_soon()
-        return not self._check_abort()
+        self._pause_timer = self._loop.call_later(pause, self._after_pause)
+        if self._host_abort is not None:
+            self._ignore_host = self._host_abort.subscribe(self.abort_soon, on_error=self._fail)
 
-    async def _run_again(self, request: CallRequest) -> None:
-        """Send the request once more, on a new connection: the server had closed a kept one, and this is no retry."""
-        if self._stale_attempt is not None:  # of an earlier try
-            await self._stale_attempt.finish()
-        self._stale_attempt = self._attempt  # its abort is being sent
-        self._replace_attempt()
-        await self._attempt.run(request.with_rid(self.rid, fresh=True), self._check_abort)
+    def _after_pause(self) -> None:
+        if not self.check_abort():  # otherwise that has ended the call
+            self._end_pause()
+            self._queue_up()
+
+    def _end_pause(self) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+            self._pause_timer = None
+        if self._ignore_host is not None:
+            self._ignore_host()
+            self._ignore_host = None
 
     def _may_retry(self, error: BaseException | None) -> bool:
-        if self.tries >= self._retries.tries or self._attempt.token_count:
+        if error is None or self.tries >= self._retries.tries or self._attempt.token_count:
             return False
         if isinstance(error, EngineError):
             return error.retryable
@@ -254,24 +276,31 @@ class CallRunner:
     def _replace_attempt(self) -> None:
         """Take a new request id: the engine may still be cleaning up the last one."""
         del self._registry[self.rid]
-        self._attempt = self._make_attempt(uuid.uuid4().hex)
+        self._attempt = self._new_attempt(new_rid(), self._request)
         self._registry[self.rid] = self
 
-    def _check_abort(self) -> bool:
+    def check_abort(self) -> bool:
         """Whether no request may leave any more. Reads the host's flag, and aborts the call if it is set."""
-        if not self._abort.is_set() and not self.ended.done() and self._host_abort.is_set():
-            self.abort_soon()
-        return self._abort.is_set()
+        if self._host_abort is not None and not self._is_aborting and not self.ended.done():
+            try:
+                is_set = self._host_abort.is_set()
+            except Exception as error:  # noqa: BLE001  # of any type: it is the host's
+                self._fail(error)
+            else:
+                if is_set:
+                    self.abort_soon()
+        return self._is_aborting
 
-    def _after_pump(self, _pump: asyncio.Task[None]) -> None:
-        """End a call whose pump was cancelled before its first step, as when the event loop is torn down."""
-        if self.ended.done():
-            return
-        self._abort.set()
-        if self._slot.done() and self._slot.result():
-            self._slots.release()
-        self._slots.leave(self._slot)
+    def _fail(self, error: Exception) -> None:
+        """The host's flag cannot be read."""
+        self._attempt.error = error  # in place of a failure that was to be retried
+        self.abort_soon()
+
+    def _end(self) -> None:
+        """Everything is cleaned up."""
         self._finish()
+        self._request.drop_body()
+        self._on_done(self)
 
     def _finish(self) -> None:
         """The one place where a call ends."""
@@ -279,7 +308,7 @@ class CallRunner:
             return
         generation = self._attempt.take()
         error = self._attempt.error
-        if self._abort.is_set() and self._may_retry(error):
+        if self._is_aborting and self._may_retry(error):
             error = None  # the failure would have been retried: the abort ended the call
         if isinstance(error, StreamfoldError):
             error.partial = generation
@@ -289,6 +318,10 @@ class CallRunner:
         self._ended_at = time.monotonic()
         del self._registry[self.rid]
         self.ended.set_result(generation)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
 
 
 class RetryLog:

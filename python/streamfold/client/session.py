@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,12 +11,13 @@ from streamfold.client.control import EngineControl
 from streamfold.client.control_requests import ControlRequests
 from streamfold.client.deadlines import Deadlines
 from streamfold.client.limits import Slots
+from streamfold.client.request import new_rid
 from streamfold.client.runner import CallRunner
 
 if TYPE_CHECKING:
     from streamfold.client.abort_signal import AbortSignal
     from streamfold.client.drivers.base import Driver, Fields
-    from streamfold.client.limits import Retries, Timeouts
+    from streamfold.client.limits import Retries
     from streamfold.client.request import CallRequest
     from streamfold.client.runner import RetryLog
     from streamfold.engines.base import EngineSpec
@@ -67,7 +67,6 @@ class Session:
         control: sends abort requests, and asks for load and workers.
         closing: the task that closes the session, once there is one.
         loop: the event loop.
-        pumps: the tasks of the calls.
         slots: limit how many calls run at once.
     """
 
@@ -79,12 +78,14 @@ class Session:
         self._deadlines = Deadlines()
         self.control: EngineControl = EngineControl(base_url, engine, ControlRequests(driver, fields, self._deadlines))
         self.slots: Slots = Slots(calls, per_pass=_STARTS_PER_PASS)
-        self.pumps: set[asyncio.Task[None]] = set()
+        self._runners: set[CallRunner] = set()  # those that have not ended, or still clean up
+        self._keeper: asyncio.Task[None] | None = None
+        self._none_left: asyncio.Future[None] | None = None
 
     def new_rid(self, rid: str | None) -> str:
         """A caller's request id, checked; None: a new one."""
         if rid is None:
-            return uuid.uuid4().hex
+            return new_rid()
         if not rid:
             raise ValueError("rid must not be empty: an engine takes an abort of the empty id for an abort of all")
         if rid in self.calls:
@@ -94,41 +95,32 @@ class Session:
     def runner(
         self,
         request: CallRequest,
-        host_abort: AbortSignal,
+        host_abort: AbortSignal | None,
         *,
-        timeouts: Timeouts,
         retries: Retries,
         retry_log: RetryLog,
     ) -> CallRunner:
         """What runs the call of ``request``."""
-
-        def make_attempt(rid: str) -> Attempt:
-            return Attempt(
-                rid,
-                driver=self._driver,
-                control=self.control,
-                deadlines=self._deadlines,
-                timeouts=timeouts,
-                nothing=request.nothing,
-                on_first_token=request.drop_body,
-            )
-
         return CallRunner(
-            request.options.rid,
-            make_attempt,
+            request,
+            self._new_attempt,
             retries=retries,
             slots=self.slots,
             registry=self.calls,
-            drain=request.drain,
             host_abort=host_abort,
             retry_log=retry_log,
+            on_done=self._on_done,
         )
 
-    def start(self, runner: CallRunner, request: CallRequest) -> None:
+    def _new_attempt(self, rid: str, request: CallRequest) -> Attempt:
+        return Attempt(rid, request, driver=self._driver, control=self.control, deadlines=self._deadlines)
+
+    def start(self, runner: CallRunner) -> None:
         """Start a call."""
-        pump = runner.start(request)
-        self.pumps.add(pump)
-        pump.add_done_callback(self.pumps.discard)
+        self._runners.add(runner)
+        if self._keeper is None:
+            self._start_keeper()
+        runner.start()
 
     def running(self, engine: str) -> list[Running]:
         """A snapshot of each call that has not ended, oldest first."""
@@ -151,9 +143,50 @@ class Session:
         for call in list(self.calls.values()):
             call.abort_soon(drain=0.0)
         try:
-            while self.pumps:
-                await asyncio.wait(self.pumps)
+            while self._keeper is not None:
+                await asyncio.wait({self._keeper})
             await self.control.aclose()
             await self._driver.aclose()
         finally:
             self._deadlines.close()
+
+    # The keeper: one task for all calls, which have none. Event loops are torn down by cancelling their tasks.
+
+    def _start_keeper(self) -> None:
+        self._keeper = self.loop.create_task(self._keep(), name="streamfold calls")
+        self._keeper.add_done_callback(self._after_keeper)
+
+    async def _keep(self) -> None:
+        """Wait until no call is left. If this is cancelled, end all calls, and still wait: that takes bounded time."""
+        cancelled = None
+        while self._runners:
+            self._none_left = self.loop.create_future()
+            try:
+                await self._none_left
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._interrupt(error)
+        self._keeper = None
+        if cancelled is not None:
+            raise cancelled
+
+    def _after_keeper(self, keeper: asyncio.Task[None]) -> None:
+        if self._keeper is not keeper:
+            return
+        self._keeper = None  # it was cancelled before its first step
+        self._interrupt(asyncio.CancelledError())
+        if self._runners:
+            self._start_keeper()
+
+    def _interrupt(self, error: BaseException) -> None:
+        for runner in list(self._runners):
+            runner.interrupt(error)
+
+    def _on_done(self, runner: CallRunner) -> None:
+        self._runners.discard(runner)
+        if not self._runners and self._none_left is not None and not self._none_left.done():
+            self._none_left.set_result(None)
+
+    def abandon(self) -> None:
+        """After the event loop was closed: close what it left open."""
+        self._driver.abandon()

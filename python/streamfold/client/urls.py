@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 __all__ = ["BaseUrl", "Origin", "bearer", "normalize_base_url"]
@@ -20,8 +20,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_SOCKET_PATH_BYTES = 107
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """A server: what a connection is opened to.
 
     Attributes:

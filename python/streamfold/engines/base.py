@@ -7,8 +7,8 @@ import math
 import operator
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from array import array
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -42,8 +42,7 @@ _LARGEST_TOKEN = 2**31 - 1
 ALL_TOKENS = 1 << 30  # a top_k that keeps every token
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(NamedTuple):
     """What a request asks for besides prompt and sampling parameters; the arguments of :meth:`Client.start`."""
 
     rid: str
@@ -76,6 +75,9 @@ class EngineSpec(ABC):
             although a request did not ask for them.
         abort_drain: seconds that an abort reads on although no side data was requested, for what only the terminal
             event carries in any case.
+        resets_penalties: penalties, by the names of their sampling parameters, that count only the tokens that their
+            own request has generated, so that those of a resumed response start over.
+        repeats_text: whether a stream may send characters twice where an event brings several tokens.
         delays_text: whether token ids come before their text, while that may become a stop string or is an
             incomplete character.
     """
@@ -94,6 +96,8 @@ class EngineSpec(ABC):
     stops_after_minimum: ClassVar[bool] = False
     sends_unrequested_side_data: ClassVar[bool] = False
     abort_drain: ClassVar[float] = 0.0
+    resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    repeats_text: ClassVar[bool] = False
     delays_text: ClassVar[bool] = False
     workers_path: Final = "/workers"
 
@@ -207,10 +211,12 @@ def check_finite(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Add the caller's ``extra`` keys to a payload; ValueError for a key that the payload already has."""
-    taken = sorted(payload.keys() & (extra or {}).keys())
+    if not extra:
+        return payload
+    taken = sorted(payload.keys() & extra.keys())
     if taken:
         raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
-    return payload | dict(extra or {})
+    return payload | dict(extra)
 
 
 def read_json(reply: bytes) -> Any:  # noqa: ANN401  # any JSON
@@ -252,11 +258,24 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     """
     if len(input_ids) == 0:
         return np.empty(0, np.int32)
+    largest = _LARGEST_TOKEN if vocab_size is None else min(_LARGEST_TOKEN, vocab_size - 1)
+    if type(input_ids) is list and (quick := _from_list(input_ids, largest)) is not None:
+        return quick
     ids = np.asarray(input_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions of {ids.dtype}")
     low, high = int(ids.min()), int(ids.max())
-    largest = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
     if low < 0 or high > largest:
         raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def _from_list(ids: list[int], largest: int) -> Ids | None:
+    """The array of a list of ids, in a third of the time of ``np.asarray``. None if any of them is invalid."""
+    if type(ids[0]) is not int:  # a bool or an array, which could be taken for an integer
+        return None
+    try:
+        unsigned = np.frombuffer(array("I", ids), np.uint32)
+    except (TypeError, OverflowError):
+        return None
+    return unsigned.view(np.int32) if np.maximum.reduce(unsigned) <= largest else None

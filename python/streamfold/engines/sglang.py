@@ -24,6 +24,7 @@ class Sglang(EngineSpec):
     rid_key = "rid"
     loads: ClassVar[tuple[str, ...]] = ("/v1/loads?include=core",)
     length_before_stop = True
+    repeats_text = True
     ignores_given_ends = True
 
     def payload(

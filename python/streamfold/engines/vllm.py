@@ -37,6 +37,7 @@ class Vllm(EngineSpec):
     stops_after_minimum = True
     sends_unrequested_side_data = True
     abort_drain = 0.1  # for the weight versions: the event comes at once, if the abort has reached the right process
+    resets_penalties = ("frequency_penalty", "presence_penalty")  # repetition_penalty counts the prompt too
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamfold.integrations.settings import Args, Settings
     from streamfold.samples.completion import Extra
 
-__all__ = ["Integration", "SampleRequest", "TrainerSample", "has_items", "metadata_of", "router_url"]
+__all__ = ["Integration", "SampleRequest", "TrainerSample", "has_items", "router_url"]
 
 TrainerSample: TypeAlias = Any  # slime.utils.types.Sample, or vime's; its fields differ between releases
 
@@ -34,11 +34,6 @@ _logger = logging.getLogger("streamfold")
 def router_url(host: str, port: int) -> str:
     """The URL of a router; a bare IPv6 address gets its brackets."""
     return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
-
-
-def metadata_of(sample: TrainerSample) -> dict[str, Any]:
-    """A sample's metadata. Samples of a group may share the dict: replace it, never change it."""
-    return getattr(sample, "metadata", None) or {}
 
 
 def has_items(inputs: Sized | None) -> bool:
@@ -124,16 +119,24 @@ class Integration(ABC):
     def model_router(self, args: Args, sample: TrainerSample, settings: Settings) -> str | None:
         """The URL of the router of the model that the sample or ``streamfold_model`` names; None: the default router.
 
+        ``metadata["model_name"]`` may be the dataset's own: where no router has that name, the sample names no model,
+        as for the trainer's ``get_model_url``.
+
         Raises:
-            ValueError: no router is known for that model.
+            ValueError: no router is known for ``streamfold_model``.
         """
         routers = self.engine_option(args, "model_routers", None)
-        name = metadata_of(sample).get("model_name") or settings.model
-        if not routers or not name:
+        if not routers:
             return None
-        if name not in routers:
-            raise ValueError(f"no router for the model {name!r}; {self.engine}_model_routers has {', '.join(routers)}")
-        return router_url(*routers[name])
+        name = (getattr(sample, "metadata", None) or {}).get("model_name")
+        if isinstance(name, str) and name in routers:
+            return router_url(*routers[name])
+        if not settings.model:
+            return None
+        if settings.model not in routers:
+            known = ", ".join(routers)
+            raise ValueError(f"no router for the model {settings.model!r}; {self.engine}_model_routers has {known}")
+        return router_url(*routers[settings.model])
 
     # What it does differently.
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
-from streamfold.integrations.base import SampleRequest, metadata_of, router_url
+from streamfold.integrations.base import SampleRequest, router_url
 from streamfold.integrations.clients import client_handle
 from streamfold.integrations.settings import Settings
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
-from streamfold.samples.metadata import FINISHED_AS
+from streamfold.samples.metadata import FINISHED_AS, enter, metadata_of, own_metadata, remove_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,7 @@ async def generate_sample(
     """Generate the response of one sample; see :func:`streamfold.slime.generate_streaming` for arguments and errors."""
     state = integration.rollout_module.GenerateState(args)
     _check(integration, args, sample)
+    enter(sample)
     if _restore_status(sample):
         return sample
     _set_prompt_ids(integration, sample, state)
@@ -100,6 +101,7 @@ async def _complete(
         extra=extra,
         aborted=request.abort,
         resume_aborts=False,
+        resume_penalties=request.settings.resume_penalties,
         on_generation=partial(integration.update_span, span),
     )
     client, resume = request.handle.client, request.settings.resume
@@ -141,17 +143,15 @@ def _settle_status(sample: TrainerSample, error: BaseException) -> None:
         sample.status = statuses.ABORTED
     if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
         # The response finished before the abort took effect, but the trainer takes a cancelled sample for partial.
-        note = {"at": sample.response_length, "as": sample.status.name}
-        sample.metadata = {**metadata_of(sample), FINISHED_AS: note}
+        own_metadata(sample)[FINISHED_AS] = {"at": sample.response_length, "as": sample.status.name}
 
 
 def _restore_status(sample: TrainerSample) -> bool:
     """Set the status that :func:`_settle_status` kept, if the response has not changed; remove the note."""
-    metadata = metadata_of(sample)
-    if FINISHED_AS not in metadata:
+    note: dict[str, Any] | None = metadata_of(sample).get(FINISHED_AS)
+    if note is None:
         return False
-    sample.metadata = {key: value for key, value in metadata.items() if key != FINISHED_AS}
-    note: dict[str, Any] = metadata[FINISHED_AS]
+    remove_keys(sample, FINISHED_AS)
     if note["at"] != sample.response_length or not sample.response_length:
         return False
     sample.status = type(sample.status)[note["as"]]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_a
 
 from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.rollout.config import RolloutConfig
-from streamfold.samples.completion import Resume  # noqa: TC001  # get_type_hints evaluates it
+from streamfold.samples.completion import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +57,10 @@ class Settings:
         "continue",
         "after a stream broke off: `continue` from the tokens received, `restart` without them, or `raise`",
     )
+    resume_penalties: ResumePenalties = _setting(  # noqa: RUF009  # a field specifier
+        "continue",
+        "a partial response with penalties, which the engine counts anew in each call: `continue` it, or `restart`",
+    )
     tries: int = _setting(
         Retries.tries, "requests of a call while no token has been received; also resumes of a sample", minimum=1
     )
@@ -76,8 +80,8 @@ class Settings:
     max_event_bytes: int = _setting(Limits.max_event_bytes, "bytes of one event; a longer one is an error", minimum=1)
     model: str | None = _setting(
         None,
-        "the model of `sglang_model_routers` (`vllm_model_routers`) to use for samples without "
-        '`metadata["model_name"]`',
+        "the model of `sglang_model_routers` (`vllm_model_routers`) to use for samples whose "
+        '`metadata["model_name"]` names none of them',
     )
     keep_finished: bool = _setting(
         RolloutConfig.keep_finished,

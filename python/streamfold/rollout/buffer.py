@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from streamfold._types import SampleLike
 from streamfold.rollout import serialization
 from streamfold.rollout.opaque import Opaque, type_name
+from streamfold.samples.metadata import rename_old_keys
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ __all__ = ["Buffer", "Opaque", "SavedSample"]
 
 # The name of our sample type in files. It does not change if the class is moved.
 _OURS: Final = "streamfold.Sample"
+# Under which names files hold our keys of metadata; files without the entry have the old ones.
+_METADATA_KEYS: Final = 2
 
 
 class SavedSample(SampleLike, Protocol):
@@ -179,6 +182,7 @@ class Buffer:
         content = {
             "position": self._position,
             "sample_type": _name_of_type(self._sample_type),
+            "metadata_keys": _METADATA_KEYS,
             "waiting": [self._encode_group(group) for group in self._waiting.values()],
             "in_flight": [self._encode_group(group) for group in self._in_flight.values()],
         }
@@ -213,10 +217,11 @@ class Buffer:
                 f"{path} holds samples of type {saved}, but this buffer makes {ours}: "
                 "pass that type to Buffer(source, sample_type=...)"
             )
+        has_old_names = "metadata_keys" not in content
         waiting: dict[Hashable, Group] = {}
         for encoded in (*content["in_flight"], *content["waiting"]):
             try:
-                group = self._decode_group(encoded)
+                group = self._decode_group(encoded, has_old_names=has_old_names)
             except Exception as error:
                 raise ValueError(
                     f"{path} holds a sample of type {saved} from which {ours} cannot be made ({error!r}): "
@@ -281,11 +286,14 @@ class Buffer:
             raise ValueError(f"{name} cannot be saved ({error!r}): correct it, or pass its group to done()") from error
         return fields
 
-    def _decode_group(self, encoded: list[Any]) -> Group:
+    def _decode_group(self, encoded: list[Any], *, has_old_names: bool) -> Group:
+        def decode(fields: dict[str, Any]) -> Any:  # noqa: ANN401  # of our type or a host's
+            if has_old_names and "metadata" in fields:
+                fields = {**fields, "metadata": rename_old_keys(fields["metadata"])}
+            return self._decode_sample(fields)
+
         group: AnyGroup = [
-            [self._decode_sample(fields) for fields in element]
-            if isinstance(element, list)
-            else self._decode_sample(element)
+            [decode(fields) for fields in element] if isinstance(element, list) else decode(element)
             for element in encoded
         ]
         return group

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from streamfold.client.limits import check_seconds
+from streamfold.samples.completion import ResumePenalties, check_resume_penalties
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +51,9 @@ class RolloutConfig:
         abort_seconds: how long the abort at the end of a rollout may take, in seconds: for engines to end their
             requests, for rewards that are being computed, for generate functions to return. Then they are cancelled.
         resume: what the built-in generate function does when a stream breaks off; see :func:`~streamfold.complete`.
+        resume_penalties: what the built-in generate function does with a partial response if its sampling has a
+            penalty that the engine counts anew in each call; see ``CompletionOptions``. ``"continue"`` resumes it all
+            the same, and the metric ``streamfold/resumed_penalties`` counts that; ``"restart"`` generates it again.
         logprobs: whether the built-in generate function requests log-probabilities.
         stop_ids: tokens that end a response besides ``stop_token_ids``, such as the tokenizer's EOS token. They matter
             for aborted requests: an engine does not check whether their last token is one of these.
@@ -80,6 +84,7 @@ class RolloutConfig:
     reward_threads: int = 8
     abort_seconds: float = 30.0
     resume: Literal["continue", "restart", "raise"] = "continue"
+    resume_penalties: ResumePenalties = "continue"
     logprobs: bool = True
     stop_ids: tuple[int, ...] = ()
     dp_size: int = 1
@@ -100,6 +105,7 @@ class RolloutConfig:
             raise ValueError("mask_offpolicy needs partial_rollout: without it no response is resumed")
         if self.resume not in ("continue", "restart", "raise"):
             raise ValueError(f'resume must be "continue", "restart" or "raise", not {self.resume!r}')
+        check_resume_penalties(self.resume_penalties)
 
     def __repr__(self) -> str:
         """Only the settings that differ from their defaults, shortened."""

@@ -41,6 +41,7 @@ class CompleteSample:
                 headers=headers,
                 extra=extra,
                 aborted=aborted,
+                resume_penalties=self._config.resume_penalties,
             )
             return await complete(self._client, sample, sampling_params, resume=self._config.resume, options=options)
 

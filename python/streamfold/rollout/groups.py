@@ -11,7 +11,7 @@ import copy
 import itertools
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from streamfold.samples.metadata import START_ROLLOUT_ID
+from streamfold.samples.metadata import START_ROLLOUT_ID, metadata_of, own_metadata
 from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
 
@@ -139,13 +139,12 @@ def restart_samples(samples: Iterable[Sample]) -> int:
 def mark_start(group: Elements, version: int) -> None:
     """Set ``metadata["start_rollout_id"]`` of each sample that has a response and no such key."""
     for sample in samples_of(group):
-        if sample.response_length and START_ROLLOUT_ID not in (sample.metadata or {}):
-            # A new dict: the old one may be shared.
-            sample.metadata = {**(sample.metadata or {}), START_ROLLOUT_ID: version}
+        if sample.response_length and START_ROLLOUT_ID not in metadata_of(sample):
+            own_metadata(sample)[START_ROLLOUT_ID] = version
 
 
 def start_of(group: Elements, version: int) -> int:
     """The rollout (or weight version) in which the oldest response of the group started; ``version`` if none is set."""
-    metadata = [sample.metadata or {} for sample in samples_of(group)]
+    metadata = [metadata_of(sample) for sample in samples_of(group)]
     starts: list[int] = [each[START_ROLLOUT_ID] for each in metadata if START_ROLLOUT_ID in each]
     return min([version, *starts])

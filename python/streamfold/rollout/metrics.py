@@ -7,10 +7,12 @@ import contextlib
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from streamfold.samples.metadata import count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from rich.progress import Progress, TaskID
     from typing_extensions import Self
@@ -21,6 +23,7 @@ __all__ = ["EventLoopLag", "RolloutStats"]
 
 _TICK_SECONDS = 0.01
 _REDRAW_SECONDS = 0.1
+_LOST: Final = ("lost_side_data", "restarted_tokens")
 
 
 @dataclass
@@ -38,6 +41,7 @@ class RolloutStats:
         kept: of those, tokens of unfinished samples that a later rollout resumes.
         lost: tokens that were dropped, because their side data was not received or their sample was restarted.
         resumes: how often a sample was resumed after its stream had broken off.
+        resumed_penalties: how often a call continued a response whose penalties the engine then counted anew.
         retries: how often a request was retried before its first token.
         rewards: samples that got a reward.
         staleness: of each group given to the trainer, in rollouts (in a pool: weight versions).
@@ -53,6 +57,7 @@ class RolloutStats:
     kept: int = 0
     lost: int = 0
     resumes: int = 0
+    resumed_penalties: int = 0
     retries: int = 0
     rewards: int = 0
     staleness: list[int] = field(default_factory=list)
@@ -62,7 +67,8 @@ class RolloutStats:
     @contextlib.contextmanager
     def generating(self, sample: Sample) -> Iterator[list[Sample]]:
         """Count one generation. The caller fills the list with the samples that were made, if not ``sample`` alone."""
-        length, before = sample.response_length, _metadata(sample)
+        length, lost_before = sample.response_length, _lost(sample)
+        before = {name: count_of(sample, name) for name in ("resumed", "resumed_penalties")}
         self.samples += 1
         self.resumed += length > 0
         made: list[Sample] = []
@@ -70,18 +76,19 @@ class RolloutStats:
             yield made
         finally:
             made = made or [sample]
-            after = [_metadata(each) for each in made]
-            lost = sum(max(0, _lost(each) - _lost(before)) for each in after)
+            lost = sum(max(0, _lost(each) - lost_before) for each in made)
             self.tokens += sum(each.response_length for each in made) - length + lost
             self.lost += lost
-            self.resumes += sum(max(0, each.get("resumed", 0) - before.get("resumed", 0)) for each in after)
+            more = {name: sum(max(0, count_of(s, name) - count) for s in made) for name, count in before.items()}
+            self.resumes += more["resumed"]
+            self.resumed_penalties += more["resumed_penalties"]
 
     def clear(self) -> None:
         """Reset all counts."""
         vars(self).update(vars(RolloutStats()))
 
     def metrics(self, lag: EventLoopLag) -> dict[str, float]:
-        """All counts and times under names like ``rollout/tokens_per_second``."""
+        """All counts and times under names like ``streamfold/tokens_per_second``."""
         groups = ("done", "aborted", "put_back", "fresh", "kept", "failed", "stale")
         values: dict[str, float] = {f"groups/{name}": self.groups[name] for name in groups}
         values["groups/dropped"] = self.dropped.total()
@@ -93,6 +100,7 @@ class RolloutStats:
             "tokens/kept": self.kept,
             "tokens/lost": self.lost,
             "resumes": self.resumes,
+            "resumed_penalties": self.resumed_penalties,
             "retries": self.retries,
             "rewards": self.rewards,
             "seconds": lag.seconds,
@@ -103,16 +111,11 @@ class RolloutStats:
             "staleness/max": max(self.staleness, default=0),
             "source_dry": self.is_dry,
         }
-        return {f"rollout/{name}": float(value) for name, value in values.items()}
+        return {f"streamfold/{name}": float(value) for name, value in values.items()}
 
 
-def _metadata(sample: Sample) -> Mapping[str, Any]:
-    return sample.metadata or {}
-
-
-def _lost(metadata: Mapping[str, Any]) -> int:
-    lost: int = metadata.get("lost_side_data", 0) + metadata.get("restarted_tokens", 0)
-    return lost
+def _lost(sample: Sample) -> int:
+    return sum(count_of(sample, name) for name in _LOST)
 
 
 class EventLoopLag:

@@ -34,7 +34,7 @@ class RolloutResult:
     Attributes:
         groups: finished groups, sorted by index; fewer than ``RolloutConfig.groups`` only if the source had no more.
         metrics: counts of tokens, samples and groups, and seconds, as floats under names like
-            ``rollout/tokens_per_second``.
+            ``streamfold/tokens_per_second``.
     """
 
     groups: list[Group]
@@ -42,7 +42,7 @@ class RolloutResult:
 
     def __repr__(self) -> str:
         samples = samples_of([sample for group in self.groups for sample in group])
-        tokens, seconds = count_tokens(samples), self.metrics.get("rollout/seconds", 0.0)
+        tokens, seconds = count_tokens(samples), self.metrics.get("streamfold/seconds", 0.0)
         return (
             f"<RolloutResult: {len(self.groups)} groups of {len(samples)} samples, {tokens} tokens in {seconds:.1f} s>"
         )
@@ -50,7 +50,7 @@ class RolloutResult:
     @property
     def is_short(self) -> bool:
         """Whether the source ran out before there were enough groups."""
-        return bool(self.metrics["rollout/source_dry"])
+        return bool(self.metrics["streamfold/source_dry"])
 
 
 class Rollout:

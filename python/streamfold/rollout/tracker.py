@@ -18,7 +18,7 @@ from streamfold.rollout.groups import (
     start_of,
     unfinished_samples,
 )  # fmt: skip
-from streamfold.samples.metadata import add_counts
+from streamfold.samples.metadata import add_counts, count_of, enter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +95,8 @@ class GroupTracker:
             for group in taken:
                 if not group or (size is not None and len(group) != size):
                     raise ValueError(f"the source gave a group of {len(group)} samples; n_samples_per_prompt is {size}")
+                for sample in samples_of(group):
+                    enter(sample)
                 self._restart_if_stale(group, version)
         except BaseException:
             self._unfinished += taken
@@ -216,7 +218,7 @@ class GroupTracker:
             samples = samples_of(group)
             self._stats.groups["failed"] += 1
             add_counts((unfinished_samples(group) or samples)[0], failures=1)
-            if sum((sample.metadata or {}).get("failures", 0) for sample in samples) < self._config.group_tries:
+            if sum(count_of(sample, "failures") for sample in samples) < self._config.group_tries:
                 returned.append(group)
             else:
                 _logger.error(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from streamfold._core import Generation
 from streamfold.client._internal import internals_of
@@ -17,7 +17,7 @@ from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.merging import check_ready
-from streamfold.samples.metadata import add_counts
+from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike, Tokenizer
     from streamfold.client.client import Client
 
-__all__ = ["CompletionOptions", "Extra", "Resume", "complete"]
+__all__ = ["CompletionOptions", "Extra", "Resume", "ResumePenalties", "check_resume_penalties", "complete"]
 
 Resume = Literal["continue", "restart", "raise"]
+ResumePenalties = Literal["continue", "restart"]
 Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # further keys of a request, or what makes them
 S = TypeVar("S", bound="SampleLike")
 
@@ -42,7 +43,12 @@ class CompletionOptions:
 
     Attributes:
         logprobs: whether to request log-probabilities; the same for all calls of a sample.
-        tokenizer: decodes responses whose engine sends no text, or that took several calls; None: the client's.
+        tokenizer: decodes responses whose engine sends no text, or that took several calls; None: the client's. The
+            text of a finished response is compared with that of its tokens: one that the engine would not have shown
+            (SGLang repeats characters where an event brings several tokens) is replaced, which
+            ``metadata["streamfold_corrected_text"]`` counts. Without any tokenizer such a text stays as it was sent;
+            ``metadata["streamfold_unchecked_text"]`` marks it where the request or the engine's counts tell of events
+            with several tokens.
         stop_ids: tokens that end a response, besides ``stop_token_ids``: the model's EOS. A response that is aborted
             right behind such a token is finished. The set is shared: an EOS at which the engine is seen to stop is
             added to it.
@@ -56,7 +62,15 @@ class CompletionOptions:
             request is sent and nothing is resumed.
         resume_aborts: whether to resume after an abort event that neither the caller nor the host has caused. If not,
             the abort is the result.
+        resume_penalties: what is done with a partial response if its sampling has a penalty (``frequency_penalty``,
+            ``presence_penalty``, ``repetition_penalty``). SGLang counts only what a call itself has generated, vLLM
+            does so for the first two, so a call that resumes samples from another distribution than an uninterrupted
+            one. ``"continue"`` resumes all the same, and counts that in ``metadata["streamfold_resumed_penalties"]``;
+            ``"restart"`` drops what the turn has generated and requests it again.
         on_generation: called with what each call has generated, before it is merged.
+
+    Raises:
+        ValueError: ``resume_penalties`` has another value.
     """
 
     logprobs: bool = True
@@ -67,7 +81,17 @@ class CompletionOptions:
     extra: Extra | None = None
     aborted: Callable[[], bool] | None = None
     resume_aborts: bool = True
+    resume_penalties: ResumePenalties = "continue"
     on_generation: Callable[[Generation], object] | None = None
+
+    def __post_init__(self) -> None:
+        check_resume_penalties(self.resume_penalties)
+
+
+def check_resume_penalties(value: object) -> None:
+    """Raise ValueError if a value is not one of ``resume_penalties``."""
+    if value not in get_args(ResumePenalties):
+        raise ValueError(f'resume_penalties must be "continue" or "restart", not {value!r}')
 
 
 async def complete(
@@ -84,13 +108,15 @@ async def complete(
     What a call has generated is merged before anything else happens, also if the call failed or this is cancelled. As
     long as a call has received no token, the client itself retries it. After that ``resume`` decides what follows a
     truncated or damaged stream, a timeout, a retryable error and an abort by the engine. Each resume is logged and
-    counted in ``metadata["resumed"]``; ``client.retries`` limits their number and gives the backoff before each.
+    counted in ``metadata["streamfold_resumed"]``; ``client.retries`` limits their number and gives the backoff before
+    each.
 
     A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. If the engine sends the prompt's ids
     (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is
-    restarted from its prompt, and ``metadata["restarted_tokens"]`` counts what was dropped. The same
-    holds if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine
-    would match them from their beginning. A later turn is restarted from where it started; it needs the prompt's ids.
+    restarted from its prompt, and ``metadata["streamfold_restarted_tokens"]`` counts what was dropped. The same holds
+    if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine would
+    match them from their beginning. Penalties would be counted from their beginning too: see
+    ``options.resume_penalties``. A later turn is restarted from where it started; it needs the prompt's ids.
 
     Args:
         client: of the engine.
@@ -187,6 +213,7 @@ class _Completion:
             tokenizer=options.tokenizer if options.tokenizer is not None else internals.tokenizer,
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
             has_experts=self._has_experts,
+            restarts_penalties=options.resume_penalties == "restart",
             has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & _PROMPT_KEYS),
         )
 
@@ -198,6 +225,7 @@ class _Completion:
         """Make calls until the sample is finished, its abort is the result, or no call may follow."""
         check_ready(self._sample)
         self._check_request()
+        enter(self._sample)
         turn = self._turn
         turn.start()
         verdict = turn.judge()

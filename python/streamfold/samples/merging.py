@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike
     from streamfold.samples.experts import ExpertIds
 
-__all__ = ["check_ready", "merge", "meta_info"]
+__all__ = ["brings_several_tokens", "check_ready", "merge", "meta_info"]
 
 # Lists and counters that hosts' methods change in place.
 _IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
@@ -155,6 +155,19 @@ def meta_info(generation: Generation) -> dict[str, Any]:
         "weight_version": versions[-1] if versions else reported.get("weight_version"),
     }
     return meta | {key: value for key, value in latest.items() if value is not None}
+
+
+def brings_several_tokens(generation: Generation, params: Mapping[str, Any]) -> bool:
+    """Whether events of a stream had several tokens, as its request and the engine's counts say.
+
+    That is the case with a stream interval, and with speculative decoding, where an event has the tokens of a step. A
+    stream interval that is a server flag, and events that were joined for a slow reader, are not seen here.
+    """
+    tokens, interval, counts = len(generation.token_ids), params.get("stream_interval"), meta_info(generation)
+    if isinstance(interval, int) and interval > 1:
+        return tokens > 1
+    steps = counts.get("spec_verify_ct")
+    return isinstance(steps, int) and 0 < steps < tokens - 1  # the first token is of no step
 
 
 def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:

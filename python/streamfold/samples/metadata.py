@@ -1,38 +1,77 @@
 """The keys that streamfold keeps in ``sample.metadata``: counts, flags, and the :class:`TurnState` of a partial sample.
 
-They are saved with the sample, so that another process can resume it: a key never changes its name or meaning.
+They are saved with the sample, so that another process can resume it: a key never changes its name or meaning. All but
+one start with ``streamfold_``, since a dataset and its trainer have names of their own; ``start_rollout_id`` is the
+trainers' name, for the trainers' purpose.
 
-===========================  ===================================================================================
-``resumed``                  how often the generation was resumed or restarted after a failure
-``restarted_tokens``         tokens dropped because the sample started again from its prompt or its turn
-``lost_side_data``           tokens dropped because their top-p ids or routed experts were not received
-``failures``                 how often the generator or the reward of its group raised an error
-``start_rollout_id``         the rollout in which the response was started
-``text_joined``              True: the texts of two calls were concatenated as they are, so that a character whose
-                             tokens were split between the calls may be missing or damaged
-``streamfold_turn``          ``[tokens, characters]`` of the response before the turn that is being generated
-``streamfold_known_text``    characters at the start of the response that are exact. The text behind them was
-                             concatenated, and is decoded again from the token ids when the response is finished
-``streamfold_ended``         ``{"at": response_length, "as": status}``: the response was finished although its
-                             trainer, which cancelled the call, regards it as a partial one
-===========================  ===================================================================================
+================================  ==============================================================================
+``streamfold_resumed``            how often the generation was resumed or restarted after a failure
+``streamfold_restarted_tokens``   tokens dropped because the sample started again from its prompt or its turn
+``streamfold_lost_side_data``     tokens dropped because their top-p ids or routed experts were not received
+``streamfold_failures``           how often the generator or the reward of its group raised an error
+``streamfold_resumed_penalties``  how often a call continued the response although its sampling has a penalty
+                                  (``frequency_penalty``, ``presence_penalty``, ``repetition_penalty``) of which the
+                                  engine counts only what that call generates: from there on it is another sample
+                                  than that of one call
+``start_rollout_id``              the rollout in which the response was started
+``streamfold_text_joined``        True: the texts of two calls were concatenated as they are, so that a character
+                                  whose tokens were split between the calls may be missing or damaged
+``streamfold_corrected_text``     how often the engine's text of a turn was none that it would have shown of the
+                                  tokens, so that the decoded text was taken: SGLang repeats characters where an
+                                  event brings several tokens
+``streamfold_unchecked_text``     True: there was no tokenizer to check the text with, and a stream brought several
+                                  tokens an event, so that characters may be repeated in it
+``streamfold_turn``               ``[tokens, characters]`` of the response before the turn that is being generated
+``streamfold_known_text``         characters at the start of the response that are exact. The text behind them was
+                                  concatenated, and is decoded again from the token ids when the response is
+                                  finished
+``streamfold_ended``              ``{"at": response_length, "as": status}``: the response was finished although its
+                                  trainer, which cancelled the call, regards it as a partial one
+================================  ==============================================================================
+
+Samples of a group may share one dict. It is copied once, when a sample first enters a rollout, :func:`complete` or a
+trainer's generate function (:func:`enter`), and changed in place from then on: a generator that holds the dict sees
+what is written here, and keeps what it writes itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
     from streamfold._types import SampleLike
 
-__all__ = ["FINISHED_AS", "START_ROLLOUT_ID", "TurnState", "add_counts", "metadata_of", "remove_keys"]
+__all__ = [
+    "FINISHED_AS", "OWN_KEYS", "START_ROLLOUT_ID", "TurnState", "add_counts", "count_of", "enter", "metadata_of",
+    "own_metadata", "remove_keys", "rename_old_keys",
+]  # fmt: skip
 
-FINISHED_AS: Final = "streamfold_ended"
+_PREFIX: Final = "streamfold_"
+_COUNTS: Final = (
+    "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text",
+)  # fmt: skip
+FINISHED_AS: Final = f"{_PREFIX}ended"
 START_ROLLOUT_ID: Final = "start_rollout_id"
-_TURN: Final = "streamfold_turn"
-_EXACT_CHARACTERS: Final = "streamfold_known_text"
-_TEXT_JOINED: Final = "text_joined"
+_TURN: Final = f"{_PREFIX}turn"
+_EXACT_CHARACTERS: Final = f"{_PREFIX}known_text"
+_TEXT_JOINED: Final = f"{_PREFIX}text_joined"
+_TEXT_UNCHECKED: Final = f"{_PREFIX}unchecked_text"
+OWN_KEYS: Final = frozenset(
+    {FINISHED_AS, _TURN, _EXACT_CHARACTERS, _TEXT_JOINED, _TEXT_UNCHECKED, *(f"{_PREFIX}{name}" for name in _COUNTS)}
+)
+# The names of keys in files that were written before all of them had the prefix, and the type of their values.
+_OLD_NAMES: Final = {
+    "resumed": int, "restarted_tokens": int, "lost_side_data": int, "failures": int, "text_joined": bool,
+}  # fmt: skip
+
+# By the id of a sample: a reference to it, and the dict that is its own. Samples need not be hashable.
+_own: Final[dict[int, tuple[weakref.ref[Any], dict[str, Any]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -47,19 +86,22 @@ class TurnState:
         exact_characters: characters at the start of the response that are exact, as one call sent them or as they were
             decoded as a whole; None: all of them.
         text_joined: whether texts of two calls were concatenated for good.
+        text_unchecked: whether characters may be repeated in the text, which there was no tokenizer to check with.
     """
 
     tokens: int = 0
     characters: int = 0
     exact_characters: int | None = None
     text_joined: bool = False
+    text_unchecked: bool = False
 
     @classmethod
     def of(cls, sample: SampleLike) -> TurnState:
         """Read the state from a sample."""
         metadata = metadata_of(sample)
         tokens, characters = metadata.get(_TURN, (0, 0))
-        return cls(tokens, characters, metadata.get(_EXACT_CHARACTERS), bool(metadata.get(_TEXT_JOINED)))
+        flags = (bool(metadata.get(key)) for key in (_TEXT_JOINED, _TEXT_UNCHECKED))
+        return cls(tokens, characters, metadata.get(_EXACT_CHARACTERS), *flags)
 
     def save(self, sample: SampleLike) -> None:
         """Write the state to a sample; values that are the default have no key."""
@@ -67,28 +109,70 @@ class TurnState:
             _TURN: [self.tokens, self.characters] if self.tokens or self.characters else None,
             _EXACT_CHARACTERS: self.exact_characters,
             _TEXT_JOINED: self.text_joined or None,
+            _TEXT_UNCHECKED: self.text_unchecked or None,
         }
-        others = {key: value for key, value in metadata_of(sample).items() if key not in values}
-        sample.metadata = {**others, **{key: value for key, value in values.items() if value is not None}}
+        metadata = own_metadata(sample)
+        for key, value in values.items():
+            if value is None:
+                metadata.pop(key, None)
+            else:
+                metadata[key] = value
 
 
-def metadata_of(sample: SampleLike) -> dict[str, Any]:
-    """Give the metadata of a sample; a host's may be None."""
+def metadata_of(sample: SampleLike) -> Mapping[str, Any]:
+    """Give the metadata of a sample, to be read; a host's may be None."""
     return sample.metadata or {}
 
 
-# All of these write a dict of their own: the old one may be shared with other samples.
+def enter(sample: SampleLike) -> None:
+    """Give a sample a metadata dict of its own, if it has none yet: the given one may be shared with other samples."""
+    if sample.metadata is not None:
+        own_metadata(sample)
+
+
+def own_metadata(sample: SampleLike) -> dict[str, Any]:
+    """Give the metadata of a sample, to be changed in place. It is copied if this sample has not entered yet."""
+    key, metadata = id(sample), sample.metadata
+    known = _own.get(key)
+    if known is not None and known[0]() is sample and known[1] is metadata:
+        return known[1]
+    own: dict[str, Any] = {} if metadata is None else copy.copy(metadata)
+    sample.metadata = own
+    with contextlib.suppress(TypeError):  # a sample without weak references: copied again by the next change
+        _own[key] = weakref.ref(sample, lambda _: _own.pop(key, None)), own
+    return own
+
+
+def count_of(sample: SampleLike, name: str) -> int:
+    """Give a count from a sample's metadata, by its name without the prefix."""
+    count = metadata_of(sample).get(f"{_PREFIX}{name}")
+    return count if type(count) is int else 0
 
 
 def add_counts(sample: SampleLike, **counts: int) -> None:
-    """Add to the counts in a sample's metadata."""
-    metadata = dict(metadata_of(sample))
-    for key, count in counts.items():
-        before = metadata.get(key)
-        metadata[key] = before + count if type(before) is int else count
-    sample.metadata = metadata
+    """Add to the counts in a sample's metadata, whose names are given without the prefix."""
+    metadata = own_metadata(sample)
+    for name, count in counts.items():
+        metadata[f"{_PREFIX}{name}"] = count_of(sample, name) + count
 
 
 def remove_keys(sample: SampleLike, *keys: str) -> None:
     """Remove keys from a sample's metadata."""
-    sample.metadata = {key: value for key, value in metadata_of(sample).items() if key not in keys}
+    metadata = own_metadata(sample)
+    for key in keys:
+        metadata.pop(key, None)
+
+
+def rename_old_keys(metadata: Any, *, others: Container[str] = ()) -> Any:  # noqa: ANN401  # what a file holds
+    """Give the metadata of a file that was written before all keys had their prefix, under today's names.
+
+    Args:
+        metadata: of one sample; what is not a dict is returned as it is.
+        others: keys that are not streamfold's in this sample.
+    """
+    if not isinstance(metadata, dict):
+        return metadata
+    return {
+        f"{_PREFIX}{key}" if type(value) is _OLD_NAMES.get(key) and key not in others else key: value
+        for key, value in metadata.items()
+    }

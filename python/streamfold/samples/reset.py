@@ -24,7 +24,7 @@ _WRITTEN_FIELDS: Final = (
 def restart(sample: SampleLike) -> None:
     """Reset a sample, ours or a host's, to its prompt: every field that calls have written gets its default.
 
-    ``metadata["restarted_tokens"]`` counts the tokens that are dropped; the metadata of others stays.
+    ``metadata["streamfold_restarted_tokens"]`` counts the tokens that are dropped; the metadata of others stays.
     """
     dropped, clean = sample.response_length, type(sample)()
     sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
@@ -40,7 +40,7 @@ def rewind(sample: SampleLike, tokens: int, characters: int) -> None:
     """Shorten a response to its first ``tokens`` and ``characters``, with everything beside them; it is ABORTED then.
 
     What engines have counted (``prompt_tokens``, ``cached_tokens``, ``weight_versions``) stays: that work was done.
-    ``metadata["restarted_tokens"]`` counts the tokens that are dropped.
+    ``metadata["streamfold_restarted_tokens"]`` counts the tokens that are dropped.
     """
     dropped = sample.response_length - tokens
     sample.tokens = sample.tokens[: len(sample.tokens) - dropped]

@@ -23,6 +23,7 @@ __all__ = ["NO_STOP", "UNKNOWN_STOP", "StopMatch", "StopRules", "Verdict", "find
 
 # Sampling parameters whose state starts over in each request: grammars, and patterns that only the engine can match.
 _OF_ONE_REQUEST: Final = ("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs", "stop_regex")
+_NEUTRAL: Final = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}  # no penalty
 _REPLACEMENT: Final = "\ufffd"  # how a character is decoded of which only a part has been generated
 
 
@@ -68,6 +69,12 @@ class StopRules:
     def has_grammar(self) -> bool:
         """Whether the response is constrained by something that a resumed request would start from its beginning."""
         return any(self.params.get(name) for name in _OF_ONE_REQUEST)
+
+    @property
+    def has_reset_penalties(self) -> bool:
+        """Whether a penalty has an effect that a resumed request would start from its beginning."""
+        given = ((name, self.params.get(name)) for name in self.engine_spec.resets_penalties)
+        return any(value is not None and value != _NEUTRAL[name] for name, value in given)
 
     @property
     def has_stop_strings(self) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from streamfold.samples.detokenizer import Detokenizer
-from streamfold.samples.merging import merge
-from streamfold.samples.metadata import TurnState
+from streamfold.samples.detokenizer import DecodedText, Detokenizer
+from streamfold.samples.merging import brings_several_tokens, merge
+from streamfold.samples.metadata import TurnState, add_counts
 from streamfold.samples.reset import restart, rewind
 from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
 
@@ -42,6 +42,8 @@ class Turn:
         has_experts: whether routed experts are requested.
         has_fixed_prompt: whether each request sends the same prompt, without the tokens generated so far: a response
             that was aborted is then restarted.
+        restarts_penalties: whether a response with penalties is restarted, if the engine would count them anew in the
+            call that resumes it.
     """
 
     sample: SampleLike
@@ -51,6 +53,7 @@ class Turn:
     eos_ids: set[int]
     has_experts: bool
     has_fixed_prompt: bool = False
+    restarts_penalties: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -63,8 +66,8 @@ class Turn:
         if sample.status.name != "PENDING" or not (sample.response_length or state != TurnState()):
             return
         was_unfinished = state.exact_characters is not None and sample.response_length > 0
-        new = TurnState(sample.response_length, len(sample.response), text_joined=state.text_joined or was_unfinished)
-        new.save(sample)
+        new = replace(state, tokens=sample.response_length, characters=len(sample.response), exact_characters=None)
+        replace(new, text_joined=state.text_joined or was_unfinished).save(sample)
 
     def judge(self) -> Verdict:
         """Decide what is to be done next. An aborted response that is finished gets its status and its whole text."""
@@ -80,8 +83,12 @@ class Turn:
         if self._last_token is None:
             return Verdict.RESUME
         lacks_prompt_ids = self.has_fixed_prompt or len(self.sample.tokens) == self.sample.response_length
-        # A resumed request would match a stop string or a grammar from its beginning.
-        return Verdict.RESTART if lacks_prompt_ids or stop.is_partial or self._rules.has_grammar else Verdict.RESUME
+        return Verdict.RESTART if lacks_prompt_ids or self._would_start_over(stop) else Verdict.RESUME
+
+    def _would_start_over(self, stop: StopMatch) -> bool:
+        """Whether a resumed request would match a stop string or a grammar, or count penalties, from its beginning."""
+        counts_anew = self.restarts_penalties and self._rules.has_reset_penalties
+        return stop.is_partial or self._rules.has_grammar or counts_anew
 
     def restart(self) -> None:
         """Drop what the turn has generated; the sample is ABORTED, as one that was aborted before its first token."""
@@ -100,8 +107,15 @@ class Turn:
         if state.exact_characters is None:
             state = replace(state, exact_characters=len(self.sample.response))
         merge(self.sample, generation, args, text=self._text_of(generation))
-        if self.sample.response_length - len(generation.token_ids) > state.tokens:
-            self._join_text(generation, state)
+        if self.tokenizer is None and self._may_have_repeated(generation):
+            state = replace(state, text_unchecked=True)
+            replace(self._state, text_unchecked=True).save(self.sample)
+        if self.sample.response_length - len(generation.token_ids) <= state.tokens:
+            self._check_text(generation)
+            return
+        if len(generation.token_ids) and self._rules.has_reset_penalties:
+            add_counts(self.sample, resumed_penalties=1)
+        self._join_text(generation, state)
 
     # The text.
 
@@ -111,6 +125,36 @@ class Turn:
             return None
         ids = generation.token_ids.tolist()
         return self._detokenizer.text_of_call(ids, generation.finish_reason, generation.matched)
+
+    def _may_have_repeated(self, generation: Generation) -> bool:
+        """Whether the engine's text may have characters twice, as far as one can see."""
+        text = generation.text
+        if not self.engine_spec.repeats_text or text is None or text.isascii():  # those are never held back
+            return False
+        return brings_several_tokens(generation, self.params)
+
+    def _check_text(self, generation: Generation) -> None:
+        """Correct the text of a turn that one call has finished, if it is none that the engine would have shown."""
+        stopped = generation.finish_reason == "stop"
+        is_finished = stopped or generation.finish_reason == "length"
+        if self._detokenizer is None or not self.engine_spec.tells_text or generation.text is None:
+            return
+        if not is_finished or not len(generation.token_ids):
+            return
+        sample, matched = self.sample, generation.matched
+        if matched is None and stopped:
+            matched = self._hidden_stop_token
+        text = self._detokenizer.text_of_finished_call(
+            sample.tokens, sample.response_length, sample.response, self._state, stopped=stopped, matched=matched
+        )
+        if text.is_corrected:
+            self._correct(text)
+
+    def _correct(self, text: DecodedText) -> None:
+        """Take a decoded text; if it replaces one that the engine would not have shown, that is counted."""
+        self.sample.response = text.text
+        if text.is_corrected:
+            add_counts(self.sample, corrected_text=1)
 
     def _join_text(self, generation: Generation, before: TurnState) -> None:
         """Correct the text where a call, which has just been merged, continues that of an earlier one.
@@ -132,10 +176,10 @@ class Turn:
         text = self._decode(before, generation.text, matched, uses_prompt=generation.text is not None)
         self._set_text(text, is_joined=text is None and generation.text is not None)
 
-    def _set_text(self, text: str | None, *, is_joined: bool) -> None:
+    def _set_text(self, text: DecodedText | None, *, is_joined: bool) -> None:
         """Make ``text`` that of the response, if there is one; all of it is exact then, or remains concatenated."""
         if text is not None:
-            self.sample.response = text
+            self._correct(text)
         state = self._state
         replace(state, exact_characters=None, text_joined=state.text_joined or is_joined).save(self.sample)
 
@@ -146,8 +190,8 @@ class Turn:
         matched: int | str | None = None,
         *,
         uses_prompt: bool = True,
-    ) -> str | None:
-        """Decode the whole response; None without a tokenizer, or if the engine's text says otherwise."""
+    ) -> DecodedText | None:
+        """Decode the whole response; None without a tokenizer, or if its text is not of its tokens alone."""
         if self._detokenizer is None:
             return None
         sample = self.sample
@@ -173,8 +217,8 @@ class Turn:
         match = rules.find_in_engine_text(self.sample.response[state.characters :])
         if match == NO_STOP and state.exact_characters is None:
             return match  # what is missing at the end of one call's text makes no difference: decoding takes time
-        text = self._decode(state)
-        return match if text is None else find_stop_string(text[state.characters :], self.params)
+        decoded = self._decode(state)
+        return match if decoded is None else find_stop_string(decoded.text[state.characters :], self.params)
 
     def _finish(self, status: str, stop: StopMatch) -> None:
         """Give an aborted response the status and the text of one that finished in the same way."""

@@ -26,7 +26,7 @@ type Inner = streamfold_io::reactor::Reactor;
 ///
 /// - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
 /// - ``rest_ceiling``: the longest rest, in seconds.
-/// - ``rest_share``: in between, how many times as long as the sweep a rest is. With 9, reading takes a tenth of a core.
+/// - ``rest_share``: in between, how many times as long as the sweep a rest is. With 19, reading takes a twentieth of a core.
 ///
 /// Events are tuples ``(connection, kind, payload)``:
 ///
@@ -50,7 +50,7 @@ pub(crate) struct Reactor {
 #[pymethods]
 impl Reactor {
     #[new]
-    #[pyo3(signature = (*, rest_floor=0.005, rest_ceiling=0.05, rest_share=9.0))]
+    #[pyo3(signature = (*, rest_floor=0.005, rest_ceiling=0.05, rest_share=19.0))]
     fn new(py: Python<'_>, rest_floor: f64, rest_ceiling: f64, rest_share: f64) -> PyResult<Self> {
         let inner =
             Inner::new(Pace::new(rest_floor, rest_ceiling, rest_share)).map_err(|error| os_error(py, &error))?;

@@ -13,6 +13,9 @@ A driver reports what changes, to one listener for each request, and nothing for
 | ``failed`` | there is no usable reply | :class:`Failure` |
 | ``ended`` | nothing more is sent or read; always the last, exactly once | None |
 
+``connected`` is repeated if the server had closed a kept connection before the request left, and another one is open:
+the caller looks once more whether it may leave.
+
 After ``ended`` the connection is kept for the next request, or stays open until :meth:`Exchange.end`: an abort request
 has to reach the engine before it sees the connection close.
 """
@@ -34,8 +37,7 @@ Listener = Callable[[Kind, Any], None]
 Fields = tuple[tuple[str, str], ...]  # names and values of headers
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpRequest:
+class HttpRequest(NamedTuple):
     """One request.
 
     Attributes:
@@ -143,3 +145,6 @@ class Driver(Protocol):
 
     async def aclose(self) -> None:
         """Close all connections, and wait until nothing is left. Idempotent."""
+
+    def abandon(self) -> None:
+        """Close all connections after the event loop was closed. Nothing is reported."""

@@ -48,6 +48,7 @@ class DirectDriver:
         # In the order in which they came; a connection that gets free may serve them.
         self._opening_control: dict[Origin, dict[DirectExchange, Opening]] = {}
         self._opening_calls: dict[Origin, dict[DirectExchange, Opening]] = {}
+        self._head: tuple[object, RequestHead] | None = None  # the last one: most requests have the same
         self._is_closed = False
 
     def start(self, request: HttpRequest, listener: Listener) -> DirectExchange:
@@ -59,7 +60,7 @@ class DirectDriver:
         """
         if self._is_closed:
             raise RuntimeError("the driver is closed")
-        head = RequestHead(request.method, request.target, request.origin.authority, request.fields)
+        head = self._head_of(request)
         if request.stream is None:
             core = Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
         else:
@@ -74,6 +75,13 @@ class DirectDriver:
             self._loop.call_soon(exchange.on_ready)
         return exchange
 
+    def _head_of(self, request: HttpRequest) -> RequestHead:
+        key = (request.method, request.target, request.origin, request.fields)
+        if self._head is None or self._head[0] != key:
+            head = RequestHead(request.method, request.target, request.origin.authority, request.fields)
+            self._head = key, head
+        return self._head[1]
+
     async def aclose(self) -> None:
         """End all exchanges, close all connections and the reserve, and wait until nothing is left. Idempotent."""
         self._is_closed = True
@@ -84,6 +92,12 @@ class DirectDriver:
         self._sockets.close()
         await asyncio.sleep(0)  # a cancelled look-up ends
         await self._sockets.wait_closed()
+
+    def abandon(self) -> None:
+        """Close all connections and the reserve after the event loop was closed. Idempotent."""
+        self._is_closed = True
+        self._sockets.close()
+        self._connector.close()
 
     # What exchanges ask for.
 
@@ -149,6 +163,8 @@ class DirectDriver:
 
     def _waiting_for(self, origin: Origin, *, is_reserved: bool) -> DirectExchange | None:
         """Who can use a connection to ``origin`` that gets free, control requests first."""
+        if not (self._opening_control or self._opening_calls):
+            return None
         groups = [self._opening_control.get(origin, {})]
         if not is_reserved:
             groups.append(self._opening_calls.get(origin, {}))

@@ -50,7 +50,6 @@ class DirectExchange:
         "_aborted",
         "_core",
         "_listener",
-        "_may_send",
         "_opened",
         "_owner",
         "_reuses",
@@ -73,7 +72,6 @@ class DirectExchange:
         self._state = _State.OPENING
         self._opened: Opened | None = None
         self._reuses = False
-        self._may_send = False
         self._aborted = False
 
     # The handle.
@@ -97,7 +95,6 @@ class DirectExchange:
         """After ``connected``: let the request leave."""
         if self._state is not _State.READY:
             return
-        self._may_send = True
         while self._opened is not None:
             if self._opened.connection.start(self._core, self._on_event):
                 self._state = _State.RUNNING
@@ -130,9 +127,7 @@ class DirectExchange:
         if opened is not None:
             opened.connection.end()
             self._owner.closed(opened)
-        if self._state is not _State.ENDED:
-            self._state = _State.ENDED
-            self._listener("ended", None)
+        self._report_end()
 
     def urgent(self) -> None:
         """Read now what has arrived."""
@@ -164,14 +159,11 @@ class DirectExchange:
         if self._state is not _State.OPENING:
             return
         self._state = _State.READY
-        if self._may_send:  # the kept connection that it first got was closed by the server
-            self.send()
-        else:
-            self._report("connected", None)
+        self._listener("connected", None)
 
     def fail(self, failure: Failure) -> None:
         """There is no connection."""
-        self._report("failed", failure)
+        self._listener("failed", failure)
         self.end()
 
     # What the socket layer reports.
@@ -181,13 +173,13 @@ class DirectExchange:
             self._on_ended(is_reusable=detail)
         elif kind == "head":
             status, is_stream, fields = detail
-            self._report("head", Head(status, is_stream, _headers(fields or ())))
+            self._listener("head", Head(status, is_stream, _headers(fields or ())))
         elif kind == "failed":
             number, message, is_unanswered = detail
             cause = ConnectionError(message) if number is None else OSError(number, message)
-            self._report("failed", Failure(message, is_stale=self._reuses and is_unanswered, cause=cause))
+            self._listener("failed", Failure(message, is_stale=self._reuses and is_unanswered, cause=cause))
         else:
-            self._report(kind, detail)  # type: ignore[arg-type]  # the kinds that are the same on both sides
+            self._listener(kind, detail)  # type: ignore[arg-type]  # the kinds that are the same on both sides
 
     def _on_ended(self, *, is_reusable: bool) -> None:
         if is_reusable and not self._aborted and self._opened is not None:
@@ -195,13 +187,17 @@ class DirectExchange:
             self._owner.keep(self.origin, opened)
             self._owner.discard(self)
         # else: it stays open until the caller ends it
+        self._report_end()
+
+    def _report_end(self) -> None:
         if self._state is not _State.ENDED:
             self._state = _State.ENDED
-            self._listener("ended", None)
+            listener, self._listener = self._listener, _ignore  # no circle of references is left
+            listener("ended", None)
 
-    def _report(self, kind: Kind, detail: object) -> None:
-        if self._state is not _State.ENDED:
-            self._listener(kind, detail)
+
+def _ignore(_kind: Kind, _detail: object) -> None:
+    """After the end, nothing is reported."""
 
 
 def _headers(fields: Sequence[tuple[str, str]]) -> dict[str, str]:

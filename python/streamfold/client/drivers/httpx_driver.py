@@ -72,6 +72,9 @@ class HttpxDriver:
         if shared is not None:
             await shared.aclose()
 
+    def abandon(self) -> None:
+        """Nothing can be closed without the event loop: its sockets go when they are collected."""
+
 
 def check_pool(transport: httpx.AsyncBaseTransport, calls: int) -> None:
     """Check that a user's transport has room for all calls, so that they and their aborts do not wait for each other.
@@ -181,7 +184,7 @@ class HttpxExchange:
         sent = httpx.Request(
             request.method,
             _url(request),
-            headers=httpx.Headers(list(request.fields)),
+            headers=httpx.Headers([(name.encode(), value.encode("latin-1")) for name, value in request.fields]),
             content=request.body if request.method == "POST" else None,
             extensions={"timeout": {"connect": request.connect_timeout}},
         )

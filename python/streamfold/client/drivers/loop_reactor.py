@@ -136,6 +136,8 @@ class LoopReactor:
                         )
         finally:
             self._is_dispatching = False
+            if waiting and not self.loop.is_closed():  # an interrupt left them
+                self.loop.call_soon(self.dispatch, ())
 
     # What the loop calls.
 

@@ -26,7 +26,7 @@ class ReactorSockets:
 
     Args:
         shortest_rest: seconds between two sweeps of the streams, while there is something to read; at least 0.001.
-        longest_rest: seconds; a sweep is followed by a rest nine times as long, within these bounds.
+        longest_rest: seconds; a sweep is followed by a rest 19 times as long, within these bounds.
 
     Raises:
         NotImplementedError: the system has no reactor, or the loop cannot watch descriptors.

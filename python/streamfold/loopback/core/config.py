@@ -40,8 +40,9 @@ class Config:
     supported here), ``frontend`` which of the engine's frontends answers.
 
     Mock model: ``seed``; ``vocab_size``, at least 512; ``stop_probability``, the probability of the end-of-sequence
-    token at each free choice; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed experts (0 layers:
-    none are returned); ``context_length``, the limit for prompt plus output in tokens.
+    token at each free choice; ``piece_probability``, that of a piece of text that is hard to handle, such as CJK
+    characters, instead of a word; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed experts (0
+    layers: none are returned); ``context_length``, the limit for prompt plus output in tokens.
 
     Speed: ``token_rate`` in tokens per second and request (None: unlimited), ``tokens_per_step`` as with speculative
     decoding, ``prefill_delay`` in seconds before the first token, ``max_running_requests`` in the batch,
@@ -72,6 +73,7 @@ class Config:
     seed: int = 0
     vocab_size: int = MockTokenizer.SMALLEST
     stop_probability: float = 1 / 256
+    piece_probability: float = 1 / 8
     num_layers: int = 4
     top_k: int = 2
     num_experts: int = 16
@@ -114,8 +116,9 @@ class Config:
             self._require(name, at_least=0)
         if self.token_rate is not None and self.token_rate < 0:
             self._refuse("token_rate", "at least 0 (0 or None: unlimited)")
-        if not 0 <= self.stop_probability <= 1:
-            self._refuse("stop_probability", "between 0 and 1")
+        for name in ("stop_probability", "piece_probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                self._refuse(name, "between 0 and 1")
         if self.top_k > self.num_experts:
             self._refuse("top_k", f"at most num_experts, {self.num_experts}")
         if self.base_path and (not self.base_path.startswith("/") or self.base_path.endswith("/")):
@@ -167,6 +170,7 @@ class Config:
             self.tokenizer,
             seed=self.seed,
             stop_probability=self.stop_probability,
+            piece_probability=self.piece_probability,
             num_layers=self.num_layers,
             top_k=self.top_k,
             num_experts=self.num_experts,

@@ -3,7 +3,8 @@
 A rolling hash represents the tokens so far, so each step has constant cost. From the hash come the next token (with
 the request's seed mixed in when sampling), its logprob, the ids that could be sampled, and the experts that a position
 is routed to. None of them depends on where the prompt ends: a generation that is aborted and resumed with its own
-tokens as prompt yields the same tokens as one that runs undisturbed.
+tokens as prompt yields the same tokens as one that runs undisturbed. The exception are penalties, as in real engines:
+most of them count only the tokens that their own request has generated.
 
 The model generates words, and some text that is hard to handle: CJK, emoji of several tokens, the Unicode line
 separators, quotes, backslashes, line breaks, a lookalike of the end marker, and special tokens. After the first byte of
@@ -43,11 +44,12 @@ _MULTIPLIER = 0xD1342543DE82EF95  # odd, so that it has an inverse modulo 2**64
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
 
 # Mixed into the hash: one constant for each value that is drawn from it.
-_GREEDY, _SAMPLED, _LOGPROB, _KEPT, _EXPERTS = 0x1001, 0x2003, 0x3005, 0x4007, 0x5009
+_GREEDY, _SAMPLED, _LOGPROB, _KEPT, _EXPERTS, _PENALTY = 0x1001, 0x2003, 0x3005, 0x4007, 0x5009, 0x600B
 
-_PIECE_PER_1024, _SPECIAL_PER_1024 = 128, 8
+_SPECIAL_PER_1024 = 8
 _MOST_KEPT = 8
 _FLOAT32 = struct.Struct("f")
+_FLOAT64_BITS = struct.Struct("<d"), struct.Struct("<Q")
 
 
 class Context:
@@ -78,6 +80,8 @@ class MockModel:
         tokenizer: its vocabulary.
         seed: seed of the mock model, in place of weights.
         stop_probability: probability of the end-of-sequence token between two pieces.
+        piece_probability: probability that a free choice is a piece of text that is hard to handle, in place of a word
+            or a special token; with 1, the text is as dense as that of CJK languages, which have no spaces.
         num_layers: layers with experts.
         top_k: experts per token and layer.
         num_experts: experts per layer.
@@ -89,6 +93,7 @@ class MockModel:
         *,
         seed: int = 0,
         stop_probability: float = 1 / 256,
+        piece_probability: float = 1 / 8,
         num_layers: int = 4,
         top_k: int = 2,
         num_experts: int = 16,
@@ -97,6 +102,7 @@ class MockModel:
         self._start = _mix(seed & _MASK)
         self._trie = _trie(PIECES)
         self._stop_below = int(stop_probability * 2**32)
+        self._pieces_per_1024 = round(piece_probability * 1024)
         self._num_layers, self._top_k, self._num_experts = num_layers, top_k, num_experts
         # Steps that are coprime to the number of experts: no expert is chosen twice.
         self._expert_steps = np.array([s for s in range(1, num_experts + 1) if math.gcd(s, num_experts) == 1])
@@ -111,6 +117,13 @@ class MockModel:
     def salt(self, seed: int | None) -> int:
         """Return the value that a request mixes into its draws. ``seed`` None is greedy decoding."""
         return _GREEDY if seed is None else _mix((seed ^ _SAMPLED) & _MASK)
+
+    def penalize(self, salt: int, penalties: Iterable[float], counted: int) -> int:
+        """Return the salt of a draw under penalties; ``counted`` is the hash of the tokens that they count."""
+        as_float, as_bits = _FLOAT64_BITS
+        for penalty in penalties:
+            salt = _mix(salt ^ _PENALTY ^ as_bits.unpack(as_float.pack(penalty))[0])
+        return _mix(salt ^ counted)
 
     def draw(self, context: Context, salt: int, forbidden: Collection[int] = ()) -> int:
         """Return the next token; forbidden tokens are never returned."""
@@ -128,9 +141,9 @@ class MockModel:
         if bits >> 32 < self._stop_below:
             return tokenizer.eos_token_id
         kind, rest = bits & 1023, (bits & 0xFFFFFFFF) >> 10
-        if kind < _PIECE_PER_1024:
+        if kind < self._pieces_per_1024:
             return PIECES[rest % len(PIECES)].encode()[0]
-        if kind < _PIECE_PER_1024 + _SPECIAL_PER_1024:
+        if kind < self._pieces_per_1024 + _SPECIAL_PER_1024:
             # Not the end-of-sequence token, which has its own probability.
             specials = tokenizer.special_ids
             token = specials[rest % len(specials)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamfold.loopback.core.reply import Finish, Reply, length
 
@@ -59,6 +59,8 @@ class EngineRequest(ABC):
     it has not reached.
     """
 
+    counts_prompt: ClassVar[frozenset[str]] = frozenset()  # penalties that count the prompt's tokens too
+
     def __init__(self, params: RequestParams, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
         self.params = params
         self.notify = notify
@@ -71,7 +73,12 @@ class EngineRequest(ABC):
         self._sampling = params.sampling
         self._model, self._tokenizer = config.model, config.tokenizer
         self._context = self._model.read(params.prompt)
-        self._salt = self._model.salt(None if self._sampling.greedy else params.seed)
+        salt = self._model.salt(None if self._sampling.greedy else params.seed)
+        penalties = self._sampling.penalties
+        whole = [value for name, value in penalties.items() if name in self.counts_prompt]
+        self._salt = self._model.penalize(salt, whole, 0) if whole else salt  # what they count is the context itself
+        self._penalties = [value for name, value in penalties.items() if name not in self.counts_prompt]
+        self._counted = self._model.read(())  # what it has generated itself
         room = config.context_length - len(params.prompt)
         limit = self._sampling.max_new_tokens
         self._budget = room if limit is None else min(limit, room)
@@ -199,8 +206,12 @@ class EngineRequest(ABC):
     def _sample(self, version: str) -> None:
         reply, context, model = self.reply, self._context, self._model
         forbidden = self._stop_ids if len(reply.token_ids) < self._sampling.min_new_tokens else ()
-        token = model.draw(context, self._salt, forbidden)
+        salt = self._salt
+        if self._penalties and reply.token_ids:
+            salt = model.penalize(salt, self._penalties, self._counted.hash)
+        token = model.draw(context, salt, forbidden)
         context.push(token)
+        self._counted.push(token)
         reply.token_ids.append(token)
         reply.versions.append(version)
         self._add_logprobs(token)

@@ -48,6 +48,9 @@ class SamplingParams:
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     stream_interval: int | None = None
     n: int = 1
     custom_params: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +59,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether decoding is greedy."""
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """The penalties that have an effect, by name."""
+        neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+        return {name: value for name, none in neutral.items() if (value := getattr(self, name)) != none}
 
     @property
     def filtered(self) -> bool:

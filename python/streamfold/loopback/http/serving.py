@@ -202,6 +202,8 @@ def listen(host: str, port: int, *, send_buffer: int | None = None) -> socket.so
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=2048)
+    # Inherited by each connection. asyncio sets it only for sockets that were made with the protocol's number.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer is not None:
         # Accepted connections inherit it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

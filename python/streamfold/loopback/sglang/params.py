@@ -22,13 +22,7 @@ __all__ = ["EXPERTS_DTYPES", "bad_request", "check_body", "read_generate"]
 # Placeholder tokens that one image adds in front of the prompt.
 IMAGE_TOKENS = 16
 
-_NO_EFFECT = {
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "spaces_between_special_tokens",
-}
+_NO_EFFECT = {"logit_bias", "spaces_between_special_tokens"}
 _NOT_OFFERED = {"stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width"}
 _SAMPLING_KEYS = {f.name for f in fields(SamplingParams)}
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -54,7 +48,7 @@ def _read_sampling(given: Mapping[str, Any]) -> SamplingParams:
     """Parse ``sampling_params``. Raises InvalidRequest.
 
     ``custom_params`` may contain ``return_top_p_token_ids``, and ``null_logprobs_at``: positions in the output whose
-    logprob is sent as null, as after a NaN. Penalties and ``logit_bias`` are accepted without effect.
+    logprob is sent as null, as after a NaN. ``logit_bias`` is accepted without effect.
     """
     values = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
     _check_keys(values)

@@ -188,9 +188,10 @@ class SglangRequest(EngineRequest):
 def undisturbed(
     config: Config, input_ids: Sequence[int], sampling_params: dict[str, Any] | None = None, **body: object
 ) -> Reply:
-    """Generate without HTTP, clock or faults. Raises InvalidRequest."""
-    given = {"input_ids": list(input_ids), "sampling_params": sampling_params or {}, "stream": True, **body}
-    config = replace(config, frontend="python")
+    """Generate without HTTP, clock or faults, one token a step and an event. Raises InvalidRequest."""
+    sampling_params = {**(sampling_params or {}), "stream_interval": 1}  # so that no text is repeated
+    given = {"input_ids": list(input_ids), "sampling_params": sampling_params, "stream": True, **body}
+    config = replace(config, frontend="python", tokens_per_step=1)
     (params,) = read_generate(given, config)
     request = SglangRequest(params, config)
     while not request.done:
@@ -202,6 +203,8 @@ class _SglangText:
     """The text of one request: detokenized after the last tokens of the prompt; what may still change is held back.
 
     A character that starts in the prompt belongs to the prompt: if the response completes it, it is in neither text.
+    Where an event brings several tokens, characters may be sent twice: an incomplete character at the end can make less
+    of the text visible than before, and the next event then starts there.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
@@ -212,7 +215,7 @@ class _SglangText:
         self._ids = list(prompt[-CONTEXT_TOKENS:])  # the last tokens with text, then the new ones
         self._context = len(self._ids)  # number of those that are not new
         self._context_length = len(self._decoded())
-        self._shown = 0  # characters of the new text that were taken while it was incomplete
+        self._shown = 0  # characters of the new text that were visible last, while it was incomplete
         self._raw = MockDetokenizer(tokenizer, skip_special_tokens=False)  # stop strings may be in special tokens
         self._tail = ""  # as long as a stop string can be, less one character
         self._reach = max(map(len, self._stops), default=1) - 1
@@ -249,7 +252,7 @@ class _SglangText:
             text = self._trimmed(text)
         elif not whole:
             text = _printable(text)
-        shown, self._shown = text[self._shown :], max(self._shown, len(text))
+        shown, self._shown = text[self._shown :], len(text)
         if whole and not self._closed:
             del self._ids[: self._context]
             self._context, self._context_length, self._shown = len(self._ids), len(self._decoded()), 0

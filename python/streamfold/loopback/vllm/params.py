@@ -27,6 +27,7 @@ __all__ = ["VllmRequestParams", "bad_request", "read_completion", "read_generate
 DEFAULT_TOKENS = 16
 _NOT_OFFERED = ("structured_outputs", "bad_words", "allowed_token_ids", "echo", "suffix")
 _TRUE, _FALSE = {"true", "yes", "on", "y", "t", "1"}, {"false", "no", "off", "n", "f", "0"}
+_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
@@ -278,7 +279,7 @@ def _read_sampling(fields: _Fields, default_tokens: int | None) -> SamplingParam
     """Parse the sampling parameters. Raises MalformedBody."""
     given, config = fields.given, fields.config
     _check_keys(fields)
-    values: dict[str, Any] = {key: fields.number(key) for key in ("temperature", "top_p", "min_p")}
+    values: dict[str, Any] = {key: fields.number(key) for key in _NUMBERS}
     for key in ("max_tokens", "min_tokens", "top_k", "n", "seed", "stream_interval"):
         values[_OWN_NAMES.get(key, key)] = fields.whole(key)
     values["ignore_eos"] = fields.flag("ignore_eos")

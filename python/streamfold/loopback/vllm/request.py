@@ -31,6 +31,8 @@ LONGEST_CHARACTER = 4  # in bytes of UTF-8
 class VllmRequest(EngineRequest):
     """A generation in progress in vLLM."""
 
+    counts_prompt = frozenset(("repetition_penalty",))
+
     params: VllmRequestParams
     _text: _VllmText
     _writer: wire.VllmWriter
