@@ -44,8 +44,9 @@ class Reading:
     finish_reason: str | None = None
     matched: int | str | None = None
     routed_experts: npt.NDArray[Any] | None = None
+    padded_rows: int = 0
     top_p: tuple[list[int], list[int]] | None = None
-    version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    version_spans: list[tuple[str | None, int, int]] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -116,13 +117,15 @@ def read(
     except Refused as error:
         state = error.state or state
         ending = {"error": "EngineError", "status": error.status}
+    has_experts = state.experts_at == len(state.ids)
     return Reading(
         token_ids=state.ids,
         logprobs=state.logprobs if logprobs else None,
         text=None if state.text_missing else state.text,
         finish_reason=state.finish,
         matched=state.matched,
-        routed_experts=state.experts if state.experts_at == len(state.ids) else None,
+        routed_experts=state.experts if has_experts else None,
+        padded_rows=state.padded_rows if has_experts else 0,
         top_p=top_p_of(state),
         version_spans=spans_of(state),
         prompt_token_ids=state.prompt_ids,
@@ -150,16 +153,12 @@ def top_p_of(state: State) -> tuple[list[int], list[int]] | None:
     return list(itertools.chain(*sets)), [0, *itertools.accumulate(len(tokens) for tokens in sets)]
 
 
-def spans_of(state: State) -> list[tuple[str, int, int]]:
+def spans_of(state: State) -> list[tuple[str | None, int, int]]:
     if state.told_spans is not None:
-        return state.told_spans
-    spans, start = [], 0
-    for version, run in itertools.groupby(state.versions):
-        end = start + len(list(run))
-        if version is not None:
-            spans.append((version, start, end))
-        start = end
-    return spans
+        return list(state.told_spans)
+    runs = [(version, len(list(run))) for version, run in itertools.groupby(state.versions)]
+    ends = [0, *itertools.accumulate(length for _, length in runs)]
+    return [(version, start, end) for (version, _), (start, end) in zip(runs, itertools.pairwise(ends), strict=True)]
 
 
 def events(body: bytes) -> Iterator[tuple[bytes, bytes, bool]]:

@@ -174,8 +174,9 @@ class Generation:
         finish_reason: _FinishReason | None = None,
         matched: int | str | None = None,
         routed_experts: npt.NDArray[Any] | None = None,
+        padded_rows: int = 0,
         top_p: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
-        version_spans: list[tuple[str, int, int]] | None = None,
+        version_spans: list[tuple[str | None, int, int]] | None = None,
         prompt_token_ids: npt.ArrayLike | None = None,
         prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
@@ -205,7 +206,14 @@ class Generation:
         """The experts that each token was routed to: int32, uint8 or uint16 ``[rows, num_layers, top_k]``.
 
         ``rows`` is prompt tokens + ``n`` - 1 - ``experts_start``. Flat if the parser was given no ``experts``. None if
-        the engine did not send them for all tokens.
+        the engine did not send them for all tokens. Every slot of a padded row is -1; in the unsigned types 255 or
+        65535.
+        """
+    @property
+    def padded_rows(self) -> int:
+        """The number of rows in ``routed_experts`` that the engine padded: it has no experts for their tokens.
+
+        0 if the parser was given no ``experts``.
         """
     @property
     def top_p(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
@@ -215,8 +223,11 @@ class Generation:
         every token.
         """
     @property
-    def version_spans(self) -> list[tuple[str, int, int]]:
-        """The weight versions that produced the tokens: ``(version, start, end)``, half-open, in order."""
+    def version_spans(self) -> list[tuple[str | None, int, int]]:
+        """The weight versions that produced the tokens: ``(version, start, end)``, half-open, in order.
+
+        They cover all tokens. The version is None where the engine reported none, as vLLM does before its last event.
+        """
     @property
     def prompt_token_ids(self) -> npt.NDArray[np.int32] | None:
         """The prompt's tokens as the engine reports them: int32 ``[m]``; None if it did not send them.

@@ -19,6 +19,7 @@ WHOLE: dict[str, Any] = {
     "finish_reason": "stop",
     "matched": 7,
     "routed_experts": np.arange(24, dtype=np.uint8).reshape(6, 2, 2),
+    "padded_rows": 2,
     "top_p": ([5, 6, 0, 9], [0, 2, 3, 4]),
     "version_spans": [("6", 0, 1), ("7", 1, 3)],
     "prompt_token_ids": [7, 0, 2**31 - 1, 9],
@@ -53,7 +54,7 @@ def test_an_empty_generation_is_one() -> None:
         assert (empty.logprobs, empty.text, empty.finish_reason, empty.matched) == (None, None, None, None)
         assert (empty.routed_experts, empty.top_p, empty.prompt_token_ids) == (None, None, None)
         assert (empty.prompt_tokens, empty.cached_tokens) == (None, None)
-        assert (empty.version_spans, empty.clamped_logprobs, empty.meta) == ([], 0, {})
+        assert (empty.version_spans, empty.padded_rows, empty.clamped_logprobs, empty.meta) == ([], 0, 0, {})
     asked = Generation([], [], text="", finish_reason="length", top_p=([], [0]))
     assert asked.logprobs is not None
     assert asked.logprobs.shape == (0,)
@@ -67,7 +68,7 @@ def test_an_empty_generation_is_one() -> None:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_pickling_keeps_every_bit(protocol: int) -> None:
-    for generation in (whole(), whole(routed_experts=None, top_p=None, logprobs=None), Generation([])):
+    for generation in (whole(), whole(routed_experts=None, padded_rows=0, top_p=None, logprobs=None), Generation([])):
         twin = pickle.loads(pickle.dumps(generation, protocol))
         assert twin == generation
         assert as_reading(twin) == as_reading(generation)
@@ -94,7 +95,8 @@ def test_copies_are_equal() -> None:
         {"finish_reason": None},
         {"matched": None},
         {"matched": "7"},
-        {"routed_experts": None},
+        {"routed_experts": None, "padded_rows": 0},
+        {"padded_rows": 0},
         {"routed_experts": np.zeros((6, 2, 2), np.uint8)},
         {"routed_experts": np.arange(24, dtype=np.uint8).reshape(3, 4, 2)},
         {"routed_experts": np.arange(24, dtype=np.int32).reshape(6, 2, 2)},
@@ -135,10 +137,11 @@ def test_nothing_can_be_assigned() -> None:
 
 
 def test_the_repr_fits_on_three_lines_whatever_its_size() -> None:
+    assert "padded_rows" not in repr(whole(padded_rows=0))
     assert repr(whole()) == (
         "<Generation of 3 tokens, finish_reason='stop', matched=7, text='a\\u2028\U0001f600' (3 characters),\n"
         " logprobs=float64[3], routed_experts=uint8[6, 2, 2], top_p=int32[4], prompt_token_ids=int32[4],\n"
-        " version_spans=2, prompt_tokens=4, cached_tokens=0, clamped_logprobs=1, meta=4 keys>"
+        " version_spans=2, prompt_tokens=4, cached_tokens=0, padded_rows=2, clamped_logprobs=1, meta=4 keys>"
     )
     n = 100_000
     large = Generation(
@@ -242,6 +245,9 @@ def test_routed_experts_keep_dtype_and_shape(dtype: Any) -> None:
         {"prompt_tokens": "3"},
         {"cached_tokens": -1},
         {"clamped_logprobs": -1},
+        {"padded_rows": -1},
+        {"padded_rows": 7},
+        {"padded_rows": 1, "routed_experts": None},
         {"meta": []},
         {"unknown": 1},
     ],
@@ -252,9 +258,14 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         whole(**wrong)
 
 
-def test_spans_need_not_cover_all_tokens() -> None:
-    assert whole(version_spans=[("a", 1, 2)]).version_spans == [("a", 1, 2)]
-    assert whole(version_spans=[]).version_spans == []
+def test_tokens_whose_version_is_not_given_have_a_span_without_one() -> None:
+    for spans in (None, [], [(None, 0, 3)], [("a", 0, 0), ("b", 3, 3)]):
+        assert whole(version_spans=spans).version_spans == [(None, 0, 3)]
+    gaps = [(None, 0, 1), ("a", 1, 2), (None, 2, 3)]
+    assert whole(version_spans=[("a", 1, 2)]).version_spans == gaps
+    assert whole(version_spans=gaps).version_spans == gaps
+    assert pickle.loads(pickle.dumps(whole(version_spans=gaps))) == whole(version_spans=gaps)
+    assert Generation([]).version_spans == []
 
 
 @pytest.mark.torch

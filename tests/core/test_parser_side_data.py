@@ -167,7 +167,7 @@ def test_routed_experts_of_each_dtype(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("told", [{}, {"routed_experts_dtype": None}])
 def test_an_engine_that_does_not_know_the_dtype_asked_for_sends_int32(dtype: Any, told: dict[str, Any]) -> None:
-    values = [token % 8 - (token == 0) for token in range(16)]
+    values = [token % 8 if token > 3 else -1 for token in range(16)]
     array = fold_routed(routed(values), Shape(2, 2, 8, dtype), **told).reading.routed_experts
     assert array is not None
     assert (array.dtype, array.shape, array.ravel().tolist()) == (np.dtype("int32"), (4, 2, 2), values)
@@ -294,12 +294,6 @@ def test_an_expert_is_one_of_those_there_are(dtype: Any) -> None:
     assert unlimited is not None
 
 
-def test_padded_rows_of_routed_experts_are_minus_one() -> None:
-    array = fold_routed(routed([7] * 12 + [-1] * 4)).reading.routed_experts
-    assert array is not None
-    assert array[3].tolist() == [[-1, -1], [-1, -1]]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "int64", "int8", "", "INT32", 5, True, [], {}])
 def test_an_unknown_dtype_is_an_error(dtype: Any) -> None:
     folded = fold_routed(routed([0] * 16), routed_experts_dtype=dtype)
@@ -341,13 +335,20 @@ def test_each_event_s_tokens_get_its_weight_version() -> None:
     versions = ["3", "3", 4, LEFT_OUT, None, "4", "4", "default"]
     body = b"".join(event([number], number + 1, weight_version=version) for number, version in enumerate(versions))
     reading = agreed(body, aborted=True).reading
-    assert reading.version_spans == [("3", 0, 2), ("4", 2, 3), ("4", 5, 7), ("default", 7, 8)]
+    assert reading.version_spans == [
+        ("3", 0, 2),
+        ("4", 2, 3),
+        (None, 3, 5),
+        ("4", 5, 7),
+        ("default", 7, 8),
+    ]
     assert reading.meta["weight_version"] == "default"
     cumulative = event([1], 1, weight_version="a") + event([1, 2, 3], 3, weight_version="b")
     assert agreed(cumulative, "sglang", aborted=True).reading.version_spans == [("a", 0, 1), ("b", 1, 3)]
     empty = event([1], 1, weight_version="a") + event([], 1, weight_version="b") + event([2], 2, weight_version="a")
     assert agreed(empty, aborted=True).reading.version_spans == [("a", 0, 2)]
-    assert agreed(event([1], 1, reason=STOP)).reading.version_spans == []
+    assert agreed(event([1], 1, reason=STOP)).reading.version_spans == [(None, 0, 1)]
+    assert agreed(event([], 0, reason=STOP)).reading.version_spans == []
 
 
 @pytest.mark.parametrize("version", [0, -7, 12, 2**40, 1.5, ""])
@@ -420,7 +421,7 @@ def test_spans_that_do_not_cover_the_tokens_in_order_are_an_error(told: Any) -> 
 
 def test_spans_of_an_earlier_event_are_not_looked_at() -> None:
     body = event([1], 1, weight_version="x", weight_versions=spans(("a", 5, 9))) + event([2], 2, reason=STOP)
-    assert agreed(body).reading.version_spans == [("x", 0, 1)]
+    assert agreed(body).reading.version_spans == [("x", 0, 1), (None, 1, 2)]
 
 
 # --- meta ------------------------------------------------------------------------------------------------------------

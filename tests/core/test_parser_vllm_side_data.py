@@ -218,7 +218,7 @@ def test_the_last_event_tells_the_spans_of_weight_versions() -> None:
     assert folded(event([], "abort", weight_versions=[])).reading.version_spans == []
     # Before the end they may be of tokens that are still to come.
     early = event([12], weight_versions=[span("a", 0, 9)])
-    assert folded(FIRST, early, aborted=True).reading.version_spans == []
+    assert folded(FIRST, early, aborted=True).reading.version_spans == [(None, 0, 2)]
 
 
 def test_each_event_s_tokens_have_its_weight_version() -> None:
@@ -231,7 +231,7 @@ def test_each_event_s_tokens_have_its_weight_version() -> None:
         event([5], "stop", top={"weight_version": 7}),
     ]
     reading = folded(*body).reading
-    assert reading.version_spans == [("a", 0, 2), ("b", 2, 3), ("7", 4, 5)]
+    assert reading.version_spans == [("a", 0, 2), ("b", 2, 3), (None, 3, 4), ("7", 4, 5)]
     assert reading.meta["weight_version"] == "b"  # the choice's own comes before the event's
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Status = Sample.Status
 TOOL = [8, 9]  # ij
+SPANS: list[tuple[str | None, int, int]] = [("1", 0, 1), ("2", 1, 3), ("3", 3, 4)]
 sglang_alone = pytest.mark.parametrize("speech", [SGLANG], ids=repr)  # prompts as text
 
 
@@ -174,7 +175,7 @@ def test_a_rewound_sample_keeps_everything_beside_its_first_tokens() -> None:
             rollout_top_p_token_ids=np.arange([0, 2, 2, 5, 6][tokens], dtype=np.int32),
             rollout_top_p_token_offsets=np.array([0, 2, 2, 5, 6][: tokens + 1], np.int32),
             rollout_routed_experts=np.arange(12 * 6, dtype=np.int32).reshape(6, 3, 4)[: tokens + 2],
-            version_spans=[("1", 0, min(tokens, 1)), ("2", 1, min(tokens, 3)), ("3", 3, 4)][: [0, 1, 2, 2, 3][tokens]],
+            version_spans=[(version, start, min(end, tokens)) for version, start, end in SPANS if start < tokens],
             status=Status.ABORTED,
         )
 

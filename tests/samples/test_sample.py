@@ -161,15 +161,6 @@ def test_tokens_that_are_not_trained_on_have_a_mask_of_zeros_and_no_logprobs(kin
     assert sample.rollout_log_probs == [-0.125, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
-@BOTH
-def test_experts_of_any_dtype_are_kept_as_int32(kind: Any, dtype: Any) -> None:
-    sample = kind(tokens=list(PROMPT))
-    merge(sample, generation(1, routed_experts=experts(3).astype(dtype)), ARGS)
-    assert sample.rollout_routed_experts.dtype == np.int32
-    assert sample.rollout_routed_experts.tolist() == experts(3).tolist()
-
-
 def with_response(kind: Any, **fields: Any) -> Any:
     made: dict[str, Any] = {
         "tokens": [*PROMPT, 1],
@@ -306,12 +297,6 @@ def test_counts_of_the_calls_are_added_up() -> None:
         merge(kind, generation(2, prompt_tokens=4, cached_tokens=None), ARGS)
     assert (sample.prompt_tokens, sample.cached_tokens) == (7, 2)
     assert host.prefix_cache_info.to_dict() == {"cached_tokens": 2, "total_prompt_tokens": 7}
-
-
-def test_the_weight_version_of_a_call_is_its_latest() -> None:
-    sample = Sample(tokens=list(PROMPT))
-    merge(sample, generation(1, 2, version_spans=[("v1", 0, 1), ("v2", 1, 2)]))
-    assert sample.weight_versions == ["v2"]
 
 
 @BOTH

@@ -119,6 +119,9 @@ def as_reading(generation: Generation) -> Reading:
     experts = generation.routed_experts
     if experts is not None:
         check_owned(experts, experts.dtype)
+    ends = [0, *(end for _, _, end in generation.version_spans)]
+    assert [start for _, start, _ in generation.version_spans] == ends[:-1]
+    assert ends[-1] == len(generation.token_ids)
     return Reading(
         token_ids=generation.token_ids.tolist(),
         logprobs=None if generation.logprobs is None else generation.logprobs.tolist(),
@@ -126,6 +129,7 @@ def as_reading(generation: Generation) -> Reading:
         finish_reason=generation.finish_reason,
         matched=generation.matched,
         routed_experts=experts,
+        padded_rows=generation.padded_rows,
         top_p=top_p,
         version_spans=generation.version_spans,
         prompt_token_ids=None if prompt is None else prompt.tolist(),

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 from support.reference_json import bad
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class State:
     sets_told: bool = False
     experts: npt.NDArray[Any] | None = None
     experts_at: int = 0  # the number of tokens they were told for
+    padded_rows: int = 0
+    counted: bool = False  # whether ids, even none, or their number were ever told
     request_id: str | None = None
     finish: str | None = None
     matched: int | str | None = None
@@ -191,10 +195,26 @@ def routed(array: npt.NDArray[Any], shape: list[int] | None, state: State, asked
     wanted = experts_shape(state, asked, asked.experts)
     if math.prod(wanted) != len(array) or shape not in (None, wanted):
         bad("metadata")
-    largest = asked.experts.num_experts
-    if largest is not None and not all(-1 <= expert < largest for expert in array.tolist()):
+    experts = array.reshape(wanted)
+    state.padded_rows = sum(is_padded(row, asked.experts, array.dtype) for row in experts.tolist())
+    return experts
+
+
+def is_padded(row: list[list[int]], asked: ExpertsLike, dtype: npt.DTypeLike) -> bool:
+    """Whether a row, the ids of each layer, holds nothing but the mark of padding, or ids of experts."""
+    ids = [expert for layer in row for expert in layer]
+    number = 2**31 if asked.num_experts is None else asked.num_experts
+    mark = {1: 255, 2: 65535, 4: -1}[np.dtype(dtype).itemsize]
+    may_be_expert = 0 <= mark < number
+    if set(ids) == {mark}:
+        if may_be_expert and asked.top_k == 1:
+            bad("metadata")
+        return True
+    # A token goes to an expert once.
+    in_part = mark in ids and (not may_be_expert or any(layer.count(mark) > 1 for layer in row))
+    if in_part or not all(0 <= expert < number for expert in ids):
         bad("metadata")
-    return array.reshape(wanted)
+    return False
 
 
 def experts_shape(state: State, asked: Asked, experts: ExpertsLike) -> list[int]:

@@ -105,6 +105,11 @@ def apply(
     if (ids is None and (text or logprobs)) or (asked.logprobs and ids and logprobs is None):
         bad("schema")
 
+    # the number of tokens was never told
+    state.counted = state.counted or ids is not None or completion_tokens is not None
+    if final and not state.counted:
+        bad("schema")
+
     # counts
     ids = ids or []
     if any(items is not None and len(items) != len(ids) for items in (logprobs, names)):

@@ -63,7 +63,8 @@ class Work:
             has["versions"] = [(start, end) for _, start, end in sample.version_spans], borders[-1]
             wanted["versions"] = list(itertools.pairwise(borders)), len(told.token_ids)
         if client.experts is not None:
-            has["experts"] = np.asarray(sample.rollout_routed_experts).tobytes()
+            has["experts"] = np.asarray(sample.rollout_routed_experts, "<i4").tobytes()
+            has["dtype"], wanted["dtype"] = np.asarray(sample.rollout_routed_experts).dtype, client.experts.dtype
             wanted["experts"] = told.routed_experts
         if told.top_p is not None:
             has["top-p ids"] = np.asarray(sample.rollout_top_p_token_ids).tolist()

@@ -271,7 +271,7 @@ def routed(plan: Plan) -> np.ndarray[Any, Any]:
     return (np.arange(count) * 7 % 200).astype(shape.dtype).reshape(rows, shape.num_layers, shape.top_k)
 
 
-def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
+def spans_of(plan: Plan) -> list[tuple[str | None, int, int]]:
     if plan.spans is not None:
         ends = [0, *itertools.accumulate(length for _, length in plan.spans)]
         names = [version for version, _ in plan.spans]
@@ -279,14 +279,13 @@ def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
     return runs(plan.labels, plan.cuts)
 
 
-def runs(labels: list[str | None], cuts: list[int]) -> list[tuple[str, int, int]]:
+def runs(labels: list[str | None], cuts: list[int]) -> list[tuple[str | None, int, int]]:
     """The spans of equal labels, each label being that of the tokens up to its cut."""
     each: list[str | None] = []
     for label, (start, end) in zip(labels, itertools.pairwise([0, *cuts]), strict=True):
         each += [label] * (end - start)
     borders = [i for i in range(len(each) + 1) if i in (0, len(each)) or each[i] != each[i - 1]]
-    spans = [(each[start], start, end) for start, end in itertools.pairwise(borders)]
-    return [(version, start, end) for version, start, end in spans if version is not None]
+    return [(each[start], start, end) for start, end in itertools.pairwise(borders)]
 
 
 def meta_of(told: list[dict[str, Any]]) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def routed(plan: Plan) -> np.ndarray[Any, Any]:
     return (np.arange(count) * 7 % 200).astype(shape.dtype).reshape(rows, shape.num_layers, shape.top_k)
 
 
-def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
+def spans_of(plan: Plan) -> list[tuple[str | None, int, int]]:
     if plan.spans is not None:
         ends = [0, *itertools.accumulate(length for _, length in plan.spans)]
         names = [version for version, _ in plan.spans]

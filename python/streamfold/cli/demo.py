@@ -138,7 +138,11 @@ def _sample_table(outcomes: Iterable[Outcome]) -> Table:
             str(sample.response_length),
             f"{outcome.mean_logprob:.2f}",
             str(outcome.calls) if outcome.calls < 2 else f"{outcome.calls} (aborted {outcome.calls - 1}x)",
-            ", ".join(f"v{version}: {end - start}" for version, start, end in sample.version_spans),
+            ", ".join(f"{_version(version)}: {end - start}" for version, start, end in sample.version_spans),
             "yes" if outcome.equal else "NO",
         )
     return table
+
+
+def _version(version: str | None) -> str:
+    return "not reported" if version is None else f"v{version}"

@@ -38,7 +38,7 @@ _ARRAYS: Final = {
     "rollout_log_probs": np.float64,
     "rollout_top_p_token_ids": np.int32,
     "rollout_top_p_token_offsets": np.int32,
-    "rollout_routed_experts": np.int32,
+    "rollout_routed_experts": None,  # as they are
 }
 _LISTS: Final = ("tokens", "loss_mask", "rollout_log_probs")
 

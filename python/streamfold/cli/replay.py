@@ -91,13 +91,21 @@ def _facts(generation: Generation, size: int) -> dict[str, Any]:
         "matched": generation.matched,
         "prompt tokens": generation.prompt_tokens,
         "cached tokens": generation.cached_tokens,
-        "versions": ", ".join(f"{name} [{start}, {end})" for name, start, end in generation.version_spans) or None,
+        "versions": _versions(generation.version_spans),
         "token ids": _first_values(generation.token_ids),
         "logprobs": _first_values(generation.logprobs),
         "text": None if generation.text is None else json.dumps(generation.text, ensure_ascii=False),
         "experts": _shape(generation.routed_experts),
+        "padded rows": generation.padded_rows or None,
         "top-p": None if generation.top_p is None else f"{len(generation.top_p[0])} ids",
     }
+
+
+def _versions(spans: list[tuple[str | None, int, int]]) -> str | None:
+    if all(version is None for version, _, _ in spans):
+        return None
+    names = (("not reported" if version is None else version, start, end) for version, start, end in spans)
+    return ", ".join(f"{name} [{start}, {end})" for name, start, end in names)
 
 
 def _first_values(array: Any) -> str | None:  # noqa: ANN401  # an array of any dtype, or None

@@ -39,8 +39,9 @@ class Call:
         call's end this returns what was received, also if the call failed; only awaiting the call raises the error.
 
         Args:
-            drain: seconds to read on for the terminal event, which alone carries side data (routed experts, top-p).
-                None: ``timeouts.drain`` if side data was requested, else 0.
+            drain: seconds to read on for the terminal event, which alone carries side data (routed experts, top-p; of
+                vLLM the weight versions). None: ``timeouts.drain`` if side data was requested; else 0, with vLLM 0.1
+                or ``timeouts.drain`` if that is less.
 
         Returns:
             The tokens so far. ``finish_reason`` is None, or the engine's if its terminal event arrived in time.

@@ -246,7 +246,7 @@ class Client:
             options=options,
             prompt_len=None if ids is None else len(ids),
             budget=budget,
-            drain=timeouts.drain if engine.asks_side_data(payload) else 0.0,
+            drain=timeouts.drain if engine.asks_side_data(payload) else min(timeouts.drain, engine.abort_drain),
             timeouts=timeouts,
             clamped=self._clamped,
             max_event_bytes=self._limits.max_event_bytes,

@@ -38,7 +38,7 @@ class CallRequest:
         options: what was requested.
         prompt_len: tokens in the prompt; None if ``body`` holds it as text or images.
         budget: ``max_new_tokens``; None if it is not limited.
-        drain: seconds that an abort reads on for side data.
+        drain: seconds that an abort reads on for what only the terminal event carries.
         timeouts: of the phases of a try.
         clamped: what to do with clamped logprobs, as of :class:`~streamfold.Client`.
         max_event_bytes: the longest event that is parsed.

@@ -107,6 +107,8 @@ class EngineSpec(ABC):
         stops_after_minimum: whether stop strings are matched only after ``min_new_tokens``.
         sends_unrequested_side_data: whether top-p ids and routed experts are a server flag, so that they may come
             although a request did not ask for them.
+        abort_drain: seconds that an abort reads on although no side data was requested, for what only the terminal
+            event carries in any case.
         resets_penalties: penalties, by the names of their sampling parameters, that count only the tokens that their
             own request has generated, so that those of a resumed response start over.
         repeats_text: whether a stream may send characters twice where an event brings several tokens.
@@ -129,6 +131,7 @@ class EngineSpec(ABC):
     tells_text: ClassVar[bool] = True
     stops_after_minimum: ClassVar[bool] = False
     sends_unrequested_side_data: ClassVar[bool] = False
+    abort_drain: ClassVar[float] = 0.0
     resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "repetition_penalty")
     repeats_text: ClassVar[bool] = False
     delays_text: ClassVar[bool] = False

@@ -50,6 +50,8 @@ class Vllm(EngineSpec):
     sends_unrequested_side_data = True
     # repetition_penalty counts the prompt too
     resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty")
+    # for the weight versions: the event comes at once, if the abort has reached the right process
+    abort_drain: ClassVar[float] = 0.1
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

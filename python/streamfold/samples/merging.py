@@ -6,20 +6,17 @@ import base64
 import copy
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
+from streamfold.samples.experts import join_experts, signed_experts
 from streamfold.samples.sample import Sample
 from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform
+from streamfold.samples.versions import versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Mapping
 
     from streamfold._core import Generation
     from streamfold._types import SampleLike
-
-    Int32 = npt.NDArray[np.int32]
+    from streamfold.samples.experts import ExpertIds
 
 __all__ = ["brings_several_tokens", "check_ready", "merge", "meta_info"]
 
@@ -57,7 +54,6 @@ def merge(
         ValueError: the generation does not fit the sample, which is unchanged.
     """
     check_ready(sample)
-    before = sample.response_length
     as_it_was = dict(vars(sample))
     try:
         if not sample.tokens and generation.prompt_token_ids is not None:  # the prompt was sent as text
@@ -69,9 +65,6 @@ def merge(
         raise
     if generation.finish_reason is None:
         sample.status = type(sample.status).ABORTED
-    if isinstance(sample, Sample):
-        moved = [(version, before + start, before + end) for version, start, end in generation.version_spans]
-        sample.version_spans = _joined([*sample.version_spans, *moved])
 
 
 def _append(
@@ -94,7 +87,7 @@ def _append(
         tokens=generation.token_ids.tolist(),
         log_probs=logprobs,
         trainable=trainable,
-        meta_info={**meta_info(generation), **_arrays(sample, generation)},
+        meta_info={**meta_info(generation), **_beside_tokens(sample, generation)},
         text=generation.text if generation.text is not None else text or "",
         update_terminal_info=generation.finish_reason is not None,
     )
@@ -129,16 +122,19 @@ def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainab
             )
 
 
-def _whole_experts(sample: SampleLike, generation: Generation) -> Int32 | None:
-    """The routed experts of all tokens but the last: the generation's, behind the sample's if it has only new rows."""
+def _whole_experts(sample: SampleLike, generation: Generation) -> ExpertIds | None:
+    """The routed experts of all tokens but the last: the generation's, behind the sample's if it has only new rows.
+
+    A host's sample gets int32, its own type of them; ours keeps the type on the wire.
+    """
     new = generation.routed_experts
     if new is None:
         return None
     rows = max(0, len(sample.tokens) + len(generation.token_ids) - 1)
     kept = getattr(sample, "rollout_routed_experts", None)
     check_expert_rows(new, rows, kept=0 if kept is None else len(kept))
-    experts = new.astype(np.int32, copy=False)
-    return experts if len(new) == rows else np.concatenate([np.asarray(kept, np.int32), experts])
+    experts = new if isinstance(sample, Sample) else signed_experts(new)
+    return experts if len(new) == rows else join_experts(kept, experts)
 
 
 def meta_info(generation: Generation) -> dict[str, Any]:
@@ -152,11 +148,11 @@ def meta_info(generation: Generation) -> dict[str, Any]:
     if generation.finish_reason is not None:
         reason = reported.get("finish_reason")  # SGLang's is an object, vLLM's a word
         meta["finish_reason"] = {**(reason if isinstance(reason, dict) else {}), "type": generation.finish_reason}
-    version = generation.version_spans[-1][0] if generation.version_spans else reported.get("weight_version")
+    versions = versions_of(generation.version_spans)
     latest = {
         "prompt_tokens": generation.prompt_tokens,
         "cached_tokens": generation.cached_tokens,
-        "weight_version": version,
+        "weight_version": versions[-1] if versions else reported.get("weight_version"),
     }
     return meta | {key: value for key, value in latest.items() if value is not None}
 
@@ -186,21 +182,12 @@ def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
-def _arrays(sample: SampleLike, generation: Generation) -> dict[str, Any]:
+def _beside_tokens(sample: SampleLike, generation: Generation) -> dict[str, Any]:
     experts = _whole_experts(sample, generation)
-    arrays: dict[str, Any] = {} if experts is None else {"routed_experts": experts}
+    beside: dict[str, Any] = {} if experts is None else {"routed_experts": experts}
     if generation.top_p is not None:
         for key, array in zip(("top_p_token_ids", "top_p_token_offsets"), generation.top_p, strict=True):
-            arrays[key] = base64.b64encode(array.tobytes()).decode()
-    return arrays
-
-
-def _joined(spans: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Join neighbouring spans of one version."""
-    joined: list[tuple[str, int, int]] = []
-    for version, start, end in spans:
-        if joined and joined[-1][0] == version and joined[-1][2] == start:
-            joined[-1] = (version, joined[-1][1], end)
-        else:
-            joined.append((version, start, end))
-    return joined
+            beside[key] = base64.b64encode(array.tobytes()).decode()
+    if isinstance(sample, Sample):
+        beside["version_spans"] = generation.version_spans
+    return beside

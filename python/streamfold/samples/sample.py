@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from streamfold.samples.experts import expert_array, padded_rows, signed_experts
 from streamfold.samples.validation import check_expert_rows, check_lengths, check_offsets, check_uniform
+from streamfold.samples.versions import cover, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
+
+    from streamfold.samples.experts import ExpertIds
 
     Int32 = npt.NDArray[np.int32]
 
@@ -56,9 +60,11 @@ class Sample:
         rollout_log_probs: ``[response_length]``; None: not requested.
         rollout_top_p_token_ids: int32 ``[m]``, the ids that top-p sampling kept, token after token.
         rollout_top_p_token_offsets: int32 ``[response_length + 1]``, where the ids of each token start.
-        rollout_routed_experts: int32 ``[len(tokens) - 1, num_layers, top_k]``.
-        weight_versions: the weight version that the engine reported at the end of each call that it finished.
-        version_spans: ``(version, start, end)`` over the response tokens, half-open, in order.
+        rollout_routed_experts: int32, uint8 or uint16, as the engine sent them: ``[len(tokens) - 1, num_layers,
+            top_k]``. Every slot of a padded row is -1, in the unsigned types 255 or 65535.
+        weight_versions: the weight versions of each call that the engine finished, in order.
+        version_spans: ``(version, start, end)`` over the response tokens, half-open, in order. They cover all that
+            were generated; the version is None where the engine reported none.
         prompt_tokens: number of prompt tokens that the engine reported, summed over the calls.
         cached_tokens: those of them that were in its prefix cache, summed over the calls.
         status: PENDING until a call is written.
@@ -90,9 +96,9 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: Int32 | None = None
     rollout_top_p_token_offsets: Int32 | None = None
-    rollout_routed_experts: Int32 | None = None
+    rollout_routed_experts: ExpertIds | None = None
     weight_versions: list[str] = field(default_factory=list)
-    version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    version_spans: list[tuple[str | None, int, int]] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     status: Status = Status.PENDING
@@ -134,7 +140,8 @@ class Sample:
                 log-probabilities nor top-p ids: behind tokens that have them they get 0.0 and no ids.
             meta_info: what else the engine reported: ``routed_experts`` of all tokens but the last,
                 ``top_p_token_ids`` and ``top_p_token_offsets`` of the new ones, ``finish_reason``, ``weight_version``,
-                counts.
+                ``version_spans`` over the new tokens, counts. Without spans the versions of tokens that are trained on
+                count as not known.
             text: of the new tokens.
             update_terminal_info: whether a ``finish_reason`` in ``meta_info`` decides the status.
 
@@ -158,11 +165,14 @@ class Sample:
         self.rollout_log_probs = log_probs_after
         self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p
         self.rollout_routed_experts = experts
+        spans = meta.get("version_spans", ())
+        moved = [(version, before + start, before + end) for version, start, end in spans]
+        self.version_spans = cover([*self.version_spans, *moved], self.loss_mask)
         if status is None:
             return
         self.status = self.Status[status]
-        if "weight_version" in meta:
-            self.weight_versions = [*self.weight_versions, meta["weight_version"]]
+        versions = versions_of(spans) or ([meta["weight_version"]] if "weight_version" in meta else [])
+        self.weight_versions = [*self.weight_versions, *versions]
         self.prompt_tokens += meta.get("prompt_tokens", 0)
         self.cached_tokens += meta.get("cached_tokens", 0)
 
@@ -174,9 +184,17 @@ class Sample:
         """
         check_lengths(self)
 
+    @property
+    def padded_rows(self) -> int:
+        """Number of rows of routed experts that the engine padded: it has no experts for their tokens."""
+        experts = self.rollout_routed_experts
+        return 0 if experts is None else int(padded_rows(experts).sum())
+
     def to_dict(self) -> dict[str, Any]:
-        """Give every field as JSON has it: arrays as lists, the status as its value."""
+        """Give every field as JSON has it: arrays as lists, the status as its value; padded rows of experts are -1."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.rollout_routed_experts is not None:
+            values["rollout_routed_experts"] = signed_experts(self.rollout_routed_experts)
         plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
         return {**plain, "status": self.status.value}
 
@@ -191,9 +209,11 @@ class Sample:
         if unknown := sorted(data.keys() - known):
             raise ValueError(f"a sample has no {', '.join(unknown)}")
         values = dict(data)
-        for name in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts"):
+        for name in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
             if values.get(name) is not None:
                 values[name] = np.asarray(values[name], np.int32)
+        if values.get("rollout_routed_experts") is not None:
+            values["rollout_routed_experts"] = expert_array(values["rollout_routed_experts"])
         values["version_spans"] = [(version, start, end) for version, start, end in values.get("version_spans", [])]
         sample = cls(**{**values, "status": cls.Status(values.get("status", "pending"))})
         sample.check()
@@ -246,10 +266,10 @@ def _top_p_after(
     return np.concatenate([kept_ids, ids]), np.concatenate([kept, offsets[1:] + kept[-1]])
 
 
-def _experts_after(sample: Sample, meta: Mapping[str, Any], more: int) -> Int32 | None:
+def _experts_after(sample: Sample, meta: Mapping[str, Any], more: int) -> ExpertIds | None:
     if (given := meta.get("routed_experts")) is None:
         return sample.rollout_routed_experts
-    experts: Int32 = np.asarray(given, np.int32)
+    experts = expert_array(given)
     check_expert_rows(experts, max(0, len(sample.tokens) + more - 1))
     return experts
 

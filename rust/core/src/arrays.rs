@@ -86,8 +86,8 @@ pub(crate) fn int32_array(data: &[u8], value: Span, path: &'static str) -> Resul
 
 /// Decode base64 (standard alphabet, padded, no blanks) of little-endian numbers.
 ///
-/// `expected` is the required number of elements and the reason. `on_block` is given the numbers in parts, while they
-/// are in the processor's cache.
+/// `expected` is the required number of elements and the reason. `on_block` is given the numbers so far, while the
+/// last of them are in the processor's cache.
 pub(crate) fn base64_array<T: Pod>(
     data: &[u8],
     text: RawStr,
@@ -130,13 +130,16 @@ pub(crate) fn base64_array<T: Pod>(
 /// Decode base64 block by block. False: it is not valid.
 fn decode_blocks<T: Pod>(encoded: &[u8], numbers: &mut [T], mut on_block: impl FnMut(&[T])) -> bool {
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(numbers);
-    let targets = bytes.chunks_mut(BLOCK / 4 * 3);
-    encoded.chunks(BLOCK).zip(targets).all(|(block, target)| {
-        let size = target.len();
+    let mut start = 0;
+    encoded.chunks(BLOCK).all(|block| {
+        let end = bytes.len().min(start + BLOCK / 4 * 3);
+        let target = &mut bytes[start..end];
         // Padding inside the text would leave a block short.
-        let is_valid =
-            STANDARD.decode(block, base64_simd::Out::from_slice(target)).is_ok_and(|decoded| decoded.len() == size);
-        on_block(bytemuck::try_cast_slice(target).unwrap_or_default());
+        let is_valid = STANDARD
+            .decode(block, base64_simd::Out::from_slice(target))
+            .is_ok_and(|decoded| decoded.len() == end - start);
+        on_block(bytemuck::try_cast_slice(&bytes[..end]).unwrap_or_default());
+        start = end;
         is_valid
     })
 }
@@ -168,12 +171,15 @@ mod tests {
     use crate::error::EventError;
     use crate::span::{RawStr, Span};
 
-    /// The array, and how many numbers came in parts.
+    /// The array, and how many numbers `on_block` was given.
     fn decode(text: &str) -> Result<(Vec<u16>, usize), EventError> {
         let raw = RawStr { span: Span::new(0, text.len()), has_escapes: text.contains('\\') };
         let mut seen = Vec::new();
-        let array = base64_array(text.as_bytes(), raw, None, "", |part: &[u16]| seen.extend_from_slice(part))?;
-        assert_eq!(array, seen, "the parts are the whole");
+        let array = base64_array(text.as_bytes(), raw, None, "", |so_far: &[u16]| {
+            assert!(so_far.starts_with(&seen), "the numbers of the block before are the first");
+            seen = so_far.to_vec();
+        })?;
+        assert_eq!(array, seen, "after the last block all were given");
         Ok((array, seen.len()))
     }
 

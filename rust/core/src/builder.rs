@@ -111,6 +111,7 @@ impl GenerationBuilder {
 
     pub(crate) fn take(&mut self) -> Generation {
         let mut generation = std::mem::take(&mut self.generation);
+        generation.cover_versions();
         generation.text = self.text.take();
         // A key of several levels is in the list several times, and the last one counts.
         generation.meta = self.meta.iter_mut().flat_map(Meta::take).collect();

@@ -65,8 +65,8 @@ impl TopP {
 /// The weight version of the tokens `start..end`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VersionSpan {
-    /// The engine's label for its weights.
-    pub version: String,
+    /// The engine's label for its weights; None if it did not report one for these tokens.
+    pub version: Option<String>,
     /// The first token.
     pub start: usize,
     /// One past the last token.
@@ -90,9 +90,11 @@ pub struct Generation {
     pub routed_experts: Option<RoutedExperts>,
     /// The number of rows in `routed_experts`; None without [`Options::experts`](crate::Options::experts).
     pub expert_rows: Option<usize>,
+    /// The number of rows in `routed_experts` that hold the engine's padding instead of experts.
+    pub padded_rows: usize,
     /// The candidates of sampling, if the engine sent them for every token.
     pub top_p: Option<TopP>,
-    /// The weight versions of the tokens, in order.
+    /// The weight versions of the tokens, in order. They cover all tokens.
     pub version_spans: Vec<VersionSpan>,
     /// The prompt's tokens; None if the engine did not send them.
     pub prompt_token_ids: Option<Vec<i32>>,
@@ -133,8 +135,29 @@ impl Generation {
             return;
         }
         match self.version_spans.last_mut() {
-            Some(last) if last.end == start && last.version == version => last.end = end,
-            _ => self.version_spans.push(VersionSpan { version: version.to_owned(), start, end }),
+            Some(last) if last.end == start && last.version.as_deref() == Some(version) => last.end = end,
+            _ => self.version_spans.push(VersionSpan { version: Some(version.to_owned()), start, end }),
+        }
+    }
+
+    /// Add a span without a version for the tokens that no span covers.
+    pub(crate) fn cover_versions(&mut self) {
+        let count = self.token_ids.len();
+        let mut covered = 0;
+        let is_complete = self.version_spans.iter().all(|span| std::mem::replace(&mut covered, span.end) == span.start);
+        if is_complete && covered == count {
+            return;
+        }
+        covered = 0;
+        for span in std::mem::take(&mut self.version_spans) {
+            if covered < span.start {
+                self.version_spans.push(VersionSpan { version: None, start: covered, end: span.start });
+            }
+            covered = span.end;
+            self.version_spans.push(span);
+        }
+        if covered < count {
+            self.version_spans.push(VersionSpan { version: None, start: covered, end: count });
         }
     }
 

@@ -13,6 +13,7 @@ mod builder;
 mod checks;
 mod engine_error;
 mod error;
+mod experts;
 mod field;
 mod generation;
 mod json;

@@ -3,9 +3,9 @@
 use crate::arrays::{metadata_error, next_tokens};
 use crate::builder::GenerationBuilder;
 use crate::error::EventError;
-use crate::generation::{RoutedExperts, TopP, VersionSpan};
+use crate::experts::CheckedExperts;
+use crate::generation::{TopP, VersionSpan};
 use crate::json::{Cursor, Peek};
-use crate::options::Options;
 use crate::span::Span;
 use crate::text::{decode, label};
 
@@ -34,8 +34,7 @@ pub(crate) enum Masks {
 
 /// Side data that has passed every check.
 pub(crate) struct SideData {
-    /// The experts and the number of rows, if the shape is known.
-    pub experts: Option<(RoutedExperts, Option<usize>)>,
+    pub experts: Option<CheckedExperts>,
     pub masks: Masks,
     pub versions: Option<Vec<VersionSpan>>,
 }
@@ -55,9 +54,14 @@ impl SideData {
     pub(crate) fn apply(self, new: usize, builder: &mut GenerationBuilder) {
         let generation = &mut builder.generation;
         match self.experts {
-            Some((experts, rows)) => (generation.routed_experts, generation.expert_rows) = (Some(experts), rows),
+            Some(CheckedExperts { ids, rows, padded_rows }) => {
+                (generation.routed_experts, generation.expert_rows) = (Some(ids), rows);
+                generation.padded_rows = padded_rows;
+            }
             // Earlier rows do not cover the new tokens: they would be misaligned.
-            None if new > 0 => (generation.routed_experts, generation.expert_rows) = (None, None),
+            None if new > 0 => {
+                (generation.routed_experts, generation.expert_rows, generation.padded_rows) = (None, None, 0);
+            }
             None => {}
         }
         match self.masks {
@@ -82,75 +86,6 @@ impl SideData {
         if let Some(versions) = self.versions {
             generation.version_spans = versions;
         }
-    }
-}
-
-/// The required shape of routed experts.
-pub(crate) struct ExpertShape {
-    pub rows: usize,
-    /// The number of ids in all rows.
-    pub numbers: usize,
-    /// How the number of rows is computed, for a message.
-    pub why: String,
-}
-
-impl ExpertShape {
-    /// The required shape after `total` tokens; None if the caller gave no `experts`.
-    pub(crate) fn of(
-        options: &Options,
-        prompt_tokens: Option<u64>,
-        total: usize,
-        at: usize,
-        path: &'static str,
-    ) -> Result<Option<Self>, EventError> {
-        let Some(experts) = options.experts else { return Ok(None) };
-        let Some(prompt) = options.prompt_len.or(prompt_tokens) else {
-            return Err(metadata_error(at, path, "the number of prompt tokens is not known; pass prompt_len"));
-        };
-        let prompt = usize::try_from(prompt).unwrap_or(usize::MAX);
-        let start = usize::try_from(options.experts_start).unwrap_or(usize::MAX);
-        let rows = prompt.saturating_add(total).saturating_sub(1).saturating_sub(start);
-        let why = format!(
-            "{rows} rows ({prompt} of the prompt + {total} tokens - 1 - {start}) of {} layers and top {}",
-            experts.num_layers, experts.top_k
-        );
-        let numbers = rows.checked_mul(experts.num_layers).and_then(|numbers| numbers.checked_mul(experts.top_k));
-        let numbers = numbers.ok_or_else(|| metadata_error(at, path, format!("{why}: too many")))?;
-        Ok(Some(Self { rows, numbers, why }))
-    }
-}
-
-/// The range of expert ids: they are less than the number of experts, and -1 marks a row that the engine padded.
-pub(crate) struct ExpertRange {
-    num_experts: Option<u32>,
-    /// The first id that is outside.
-    outside: Option<i32>,
-}
-
-impl ExpertRange {
-    pub(crate) fn new(num_experts: Option<u32>) -> Self {
-        Self { num_experts, outside: None }
-    }
-
-    /// Look at the next ids.
-    pub(crate) fn add<T: Copy + Into<i32>>(&mut self, ids: &[T]) {
-        let limit = self.num_experts.unwrap_or(1 << 31);
-        let is_outside = |id: i32| id.wrapping_add(1).cast_unsigned() > limit;
-        // A block at a time, without a branch for each id.
-        let mut blocks = ids.chunks(1024);
-        let found = |block: &&[T]| block.iter().fold(false, |found, &id| found | is_outside(id.into()));
-        if let (None, Some(block)) = (self.outside, blocks.find(found)) {
-            self.outside = block.iter().map(|&id| id.into()).find(|&id| is_outside(id));
-        }
-    }
-
-    /// No id was outside.
-    pub(crate) fn check(&self, at: usize, path: &'static str) -> Result<(), EventError> {
-        let Some(id) = self.outside else { return Ok(()) };
-        let limit = self
-            .num_experts
-            .map_or_else(|| "ids must be at least -1".to_owned(), |limit| format!("there are {limit} experts"));
-        Err(metadata_error(at, path, format!("found expert {id}, but {limit}; check the dtype of Experts")))
     }
 }
 
@@ -249,7 +184,7 @@ fn version_span(data: &[u8], cursor: &mut Cursor<'_>) -> Option<VersionSpan> {
         }
         key = cursor.next_member().ok()?;
     }
-    Some(VersionSpan { version: version?, start: start?, end: end? })
+    Some(VersionSpan { version: Some(version?), start: start?, end: end? })
 }
 
 /// The label of the weight version. It is decoded only when it changes.

@@ -31,12 +31,20 @@ pub(crate) struct Vllm {
     api: Api,
     id: Option<String>,
     version: Version,
+    /// Whether an event so far had token ids, even none, or the usage.
+    has_counted: bool,
     buffers: EventBuffers,
 }
 
 impl Vllm {
     pub(crate) fn new(api: Api, options: &Options) -> Self {
-        Self { api, id: None, version: Version::default(), buffers: EventBuffers::new(options.logprobs) }
+        Self {
+            api,
+            id: None,
+            version: Version::default(),
+            has_counted: false,
+            buffers: EventBuffers::new(options.logprobs),
+        }
     }
 
     pub(crate) fn held_bytes(&self) -> usize {
@@ -93,6 +101,10 @@ impl Vllm {
         checks::identity(data, fields, api, self.id.as_deref())?;
         checks::types(data, fields, api)?;
         checks::presence(data, fields, options, api)?;
+        let has_counted = self.has_counted || fields.counts_tokens();
+        if reason.is_some() && !has_counted {
+            return Err(checks::uncounted(fields));
+        }
         let (kept, new) = (builder.generation.token_ids.len(), buffers.ids.len());
         checks::counts(fields, kept, new, options, api)?;
         let prompt_ids = fields.prompt_ids(api);
@@ -115,6 +127,7 @@ impl Vllm {
         }
 
         // Nothing below can fail.
+        self.has_counted = has_counted;
         self.apply(data, fields, side, builder);
         let generation = &mut builder.generation;
         generation.clamped_logprobs += clamped;

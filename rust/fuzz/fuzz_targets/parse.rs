@@ -39,7 +39,11 @@ fuzz_target!(|input: &[u8]| {
         assert!(ids.iter().all(|&id| id >= 0), "token ids");
         assert!(options.prompt_len.is_none_or(|sent| sent == ids.len() as u64), "as many as were sent");
     }
+    let mut covered = 0;
     for span in &generation.version_spans {
-        assert!(span.start < span.end && span.end <= count, "spans lie within the tokens");
+        assert!(span.start == covered && span.start < span.end, "no span is empty, and there is no gap");
+        covered = span.end;
     }
+    assert_eq!(covered, count, "spans cover all tokens");
+    assert!(generation.padded_rows <= generation.expert_rows.unwrap_or(0));
 });

@@ -5,6 +5,9 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use streamfold_core::{Matched, RoutedExperts};
 
+/// A weight version, or None, and the tokens that it produced.
+type Span = (Option<String>, usize, usize);
+
 const FINISH_REASONS: [&str; 3] = ["stop", "length", "abort"];
 
 // rust-numpy makes the arrays: the vector moves into an object that the array owns, so nothing is copied and the array
@@ -36,9 +39,15 @@ pub(crate) struct Generation {
     /// The experts that each token was routed to: int32, uint8 or uint16 ``[rows, num_layers, top_k]``.
     ///
     /// ``rows`` is prompt tokens + ``n`` - 1 - ``experts_start``. Flat if the parser was given no ``experts``. None if
-    /// the engine did not send them for all tokens.
+    /// the engine did not send them for all tokens. Every slot of a padded row is -1; in the unsigned types 255 or
+    /// 65535.
     #[pyo3(get)]
     routed_experts: Option<Py<PyAny>>,
+    /// The number of rows in ``routed_experts`` that the engine padded: it has no experts for their tokens.
+    ///
+    /// 0 if the parser was given no ``experts``.
+    #[pyo3(get)]
+    padded_rows: usize,
     /// The candidates that each token was sampled from: ``(token_ids int32 [m], offsets int32 [n + 1])``.
     ///
     /// Those of token ``i`` are ``token_ids[offsets[i]:offsets[i + 1]]``. None if the engine did not send them for
@@ -46,6 +55,8 @@ pub(crate) struct Generation {
     #[pyo3(get)]
     top_p: Option<Py<PyTuple>>,
     /// The weight versions that produced the tokens: ``(version, start, end)``, half-open, in order.
+    ///
+    /// They cover all tokens. The version is None where the engine reported none, as vLLM does before its last event.
     #[pyo3(get)]
     version_spans: Py<PyList>,
     /// The prompt's tokens as the engine reports them: int32 ``[m]``; None if it did not send them.
@@ -72,8 +83,8 @@ pub(crate) struct Generation {
 impl Generation {
     #[new]
     #[pyo3(signature = (token_ids, logprobs=None, *, text=None, finish_reason=None, matched=None, routed_experts=None,
-                        top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None, cached_tokens=None,
-                        clamped_logprobs=0, meta=None))]
+                        padded_rows=0, top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None,
+                        cached_tokens=None, clamped_logprobs=0, meta=None))]
     #[allow(clippy::too_many_arguments, reason = "the fields of the contract")]
     fn new(
         py: Python<'_>,
@@ -83,8 +94,9 @@ impl Generation {
         finish_reason: Option<&str>,
         matched: Option<Py<PyAny>>,
         routed_experts: Option<Py<PyAny>>,
+        padded_rows: usize,
         top_p: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
-        version_spans: Option<Vec<(String, usize, usize)>>,
+        version_spans: Option<Vec<Span>>,
         prompt_token_ids: Option<&Bound<'_, PyAny>>,
         prompt_tokens: Option<u64>,
         cached_tokens: Option<u64>,
@@ -108,14 +120,14 @@ impl Generation {
             })
             .transpose()?;
         let top_p = top_p.map(|(ids, offsets)| checked_top_p(py, &ids, &offsets, count)).transpose()?;
-        let spans = version_spans.unwrap_or_default();
-        check_spans(&spans, count)?;
+        let spans = covering_spans(version_spans.unwrap_or_default(), count)?;
         if let Some(matched) = matched.as_ref().map(|matched| matched.bind(py))
             && !(matched.is_instance_of::<PyInt>() || matched.is_instance_of::<PyString>())
         {
             return Err(PyValueError::new_err(format!("matched must be a token id or a string, not {matched}")));
         }
         let routed_experts = routed_experts.map(|experts| checked_experts(experts.bind(py))).transpose()?;
+        check_padded_rows(padded_rows, routed_experts.as_ref().map(|experts| experts.bind(py)))?;
         let prompt_token_ids = prompt_token_ids.map(|ids| int32_array("prompt_token_ids", ids)).transpose()?;
         let given = PyOnceLock::new();
         if let Some(meta) = meta {
@@ -128,6 +140,7 @@ impl Generation {
             finish_reason,
             matched,
             routed_experts,
+            padded_rows,
             top_p,
             version_spans: PyList::new(py, spans)?.unbind(),
             prompt_token_ids: prompt_token_ids.map(Bound::unbind),
@@ -188,6 +201,7 @@ impl Generation {
             finish_reason,
             matched,
             routed_experts,
+            padded_rows,
             top_p,
             version_spans,
             prompt_token_ids,
@@ -203,6 +217,7 @@ impl Generation {
         kwargs.set_item("finish_reason", finish_reason)?;
         kwargs.set_item("matched", matched)?;
         kwargs.set_item("routed_experts", routed_experts)?;
+        kwargs.set_item("padded_rows", padded_rows)?;
         kwargs.set_item("top_p", top_p)?;
         kwargs.set_item("version_spans", version_spans)?;
         kwargs.set_item("prompt_token_ids", prompt_token_ids)?;
@@ -230,6 +245,7 @@ impl Generation {
             finish_reason,
             matched,
             routed_experts,
+            padded_rows,
             top_p,
             version_spans,
             prompt_token_ids,
@@ -266,6 +282,9 @@ impl Generation {
         for (name, count) in [("prompt_tokens", prompt_tokens), ("cached_tokens", cached_tokens)] {
             counts.extend(count.map(|count| format!("{name}={count}")));
         }
+        if *padded_rows > 0 {
+            counts.push(format!("padded_rows={padded_rows}"));
+        }
         counts.push(format!("clamped_logprobs={clamped_logprobs}, meta={} keys", self.meta(py)?.len()));
         let count = token_ids.bind(py).len();
         let lines = [ending, arrays, counts].map(|parts| parts.join(", "));
@@ -290,6 +309,7 @@ impl Generation {
             matched,
             routed_experts,
             expert_rows,
+            padded_rows,
             top_p,
             version_spans,
             prompt_token_ids,
@@ -323,6 +343,7 @@ impl Generation {
             finish_reason: finish_reason.map(streamfold_core::FinishReason::name),
             matched: matched.transpose().map_err(PyErr::from)?,
             routed_experts: routed_experts.transpose()?.map(Bound::unbind),
+            padded_rows,
             top_p: top_p.transpose()?.map(Bound::unbind),
             version_spans: PyList::new(py, spans.collect::<Vec<_>>())?.unbind(),
             prompt_token_ids: prompt_token_ids.map(|ids| ids.into_pyarray(py).unbind()),
@@ -394,20 +415,32 @@ fn owned<'py, T: numpy::Element>(array: &Bound<'py, PyArray1<T>>) -> PyResult<Bo
     Ok(array.call_method1("copy", ("C",))?.cast_into()?)
 }
 
-/// Spans are in order and within the tokens. Gaps are allowed.
-fn check_spans(spans: &[(String, usize, usize)], count: usize) -> PyResult<()> {
+/// Spans in order and within the tokens; gaps get a span without a version.
+fn covering_spans(spans: Vec<Span>, count: usize) -> PyResult<Vec<Span>> {
     let mut last = 0;
+    let mut covering = Vec::with_capacity(spans.len());
     for (version, start, end) in spans {
-        if *start < last || start > end || *end > count {
+        if start < last || start > end || end > count {
+            let version = version.map_or("None".to_owned(), |version| format!("{version:?}"));
             let message = format!(
-                "version_spans must be in order and within the {count} tokens, but {version:?} covers {start}..{end} \
+                "version_spans must be in order and within the {count} tokens, but {version} covers {start}..{end} \
                  after a span that ends at {last}"
             );
             return Err(PyValueError::new_err(message));
         }
-        last = *end;
+        if start == end {
+            continue;
+        }
+        if last < start {
+            covering.push((None, last, start));
+        }
+        covering.push((version, start, end));
+        last = end;
     }
-    Ok(())
+    if last < count {
+        covering.push((None, last, count));
+    }
+    Ok(covering)
 }
 
 fn checked_experts(experts: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
@@ -416,6 +449,17 @@ fn checked_experts(experts: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         return Ok(experts.call_method1("copy", ("C",))?.unbind());
     }
     Err(PyValueError::new_err("routed_experts must be a numpy array of int32, uint8 or uint16"))
+}
+
+fn check_padded_rows(padded_rows: usize, experts: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    if padded_rows == 0 {
+        return Ok(());
+    }
+    let rows = experts.map_or(Ok(0), PyAnyMethods::len)?;
+    if padded_rows <= rows {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("padded_rows is {padded_rows}, but there are {rows} rows of routed experts")))
 }
 
 fn checked_top_p(

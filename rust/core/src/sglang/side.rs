@@ -2,12 +2,13 @@
 
 use crate::arrays::{base64_array, base64_length, int32_array, metadata_error};
 use crate::error::EventError;
+use crate::experts::{CheckedExperts, ExpertId, ExpertShape, RowCheck};
 use crate::field::Value;
 use crate::generation::{Generation, RoutedExperts, TopP};
 use crate::options::{Dtype, Options};
 use crate::sglang::fields::Fields;
 use crate::sglang::keys::MetaKey;
-use crate::side::{ExpertRange, ExpertShape, Masks, Progress, SideData, sampling_mask, versions};
+use crate::side::{Masks, Progress, SideData, sampling_mask, versions};
 use crate::span::{RawStr, Span};
 use crate::text::decode;
 
@@ -46,7 +47,7 @@ fn experts(
     progress: Progress,
     options: &Options,
     generation: &Generation,
-) -> Result<(RoutedExperts, Option<usize>), EventError> {
+) -> Result<CheckedExperts, EventError> {
     let at = fields.meta.routed_experts.at();
     let prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
     let shape = ExpertShape::of(options, prompt_tokens, progress.total(), at, EXPERTS)?;
@@ -70,16 +71,26 @@ fn experts(
         }
     };
     let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
-    let mut range = ExpertRange::new(options.experts.and_then(|experts| experts.num_experts));
+    let mut check = options.experts.map(RowCheck::new);
     let ids = match dtype {
-        Dtype::Int32 => RoutedExperts::Int32(base64_array(data, text, expected, EXPERTS, |ids| range.add(ids))?),
-        Dtype::Uint8 => RoutedExperts::Uint8(base64_array(data, text, expected, EXPERTS, |ids| range.add(ids))?),
-        Dtype::Uint16 => RoutedExperts::Uint16(base64_array(data, text, expected, EXPERTS, |ids| range.add(ids))?),
+        Dtype::Int32 => RoutedExperts::Int32(checked_array(data, text, expected, check.as_mut())?),
+        Dtype::Uint8 => RoutedExperts::Uint8(checked_array(data, text, expected, check.as_mut())?),
+        Dtype::Uint16 => RoutedExperts::Uint16(checked_array(data, text, expected, check.as_mut())?),
     };
-    if options.experts.is_some() {
-        range.check(at, EXPERTS)?;
+    let padded_rows = check.map_or(Ok(0), |check| check.finish(at, EXPERTS))?;
+    Ok(CheckedExperts { ids, rows: shape.map(|shape| shape.rows), padded_rows })
+}
+
+fn checked_array<T: ExpertId>(
+    data: &[u8],
+    text: RawStr,
+    expected: Option<(usize, &str)>,
+    check: Option<&mut RowCheck>,
+) -> Result<Vec<T>, EventError> {
+    match check {
+        Some(check) => base64_array(data, text, expected, EXPERTS, |ids| check.check_new(ids)),
+        None => base64_array(data, text, expected, EXPERTS, |_| {}),
     }
-    Ok((ids, shape.map(|shape| shape.rows)))
 }
 
 fn masks(data: &[u8], fields: &Fields, progress: Progress, len: usize) -> Result<Masks, EventError> {

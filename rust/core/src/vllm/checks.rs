@@ -135,6 +135,13 @@ pub(super) fn presence(data: &[u8], fields: &Fields, options: &Options, api: Api
     Ok(())
 }
 
+/// A terminal event, after a stream that never said how many tokens there are.
+pub(super) fn uncounted(fields: &Fields) -> EventError {
+    let message = "the stream ends without any token_ids or usage, so its tokens are not known; request \
+                   return_token_ids, and check that no router drops them";
+    schema(fields.choice.object.at(), IDS, message)
+}
+
 /// Each list has an element for each token, and the engine reports as many tokens as were received.
 pub(super) fn counts(fields: &Fields, kept: usize, new: usize, options: &Options, api: Api) -> Result<(), EventError> {
     let logprobs = &fields.choice.logprobs;

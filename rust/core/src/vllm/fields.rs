@@ -81,6 +81,11 @@ impl Fields {
         }
     }
 
+    /// Whether the event says how many tokens there are: it has token ids, even none, or the usage.
+    pub(super) fn counts_tokens(&self) -> bool {
+        self.choice.token_ids.has_value() || self.usage.completion_tokens.has_value()
+    }
+
     pub(super) fn weight_version(&self) -> Option<Span> {
         self.choice.versions.weight_version.get().or(self.versions.weight_version.get())
     }

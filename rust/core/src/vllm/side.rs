@@ -2,10 +2,11 @@
 
 use crate::arrays::metadata_error;
 use crate::error::EventError;
+use crate::experts::{CheckedExperts, ExpertShape, RowCheck};
 use crate::generation::{Generation, RoutedExperts};
 use crate::npy::base64_npy;
 use crate::options::Options;
-use crate::side::{ExpertRange, ExpertShape, Masks, Progress, SideData, sampling_mask, versions};
+use crate::side::{Masks, Progress, SideData, sampling_mask, versions};
 use crate::span::{RawStr, Span};
 use crate::vllm::fields::Fields;
 use crate::vllm::keys::ChoiceKey;
@@ -43,23 +44,24 @@ fn experts(
     total: usize,
     prompt_tokens: Option<u64>,
     options: &Options,
-) -> Result<(RoutedExperts, Option<usize>), EventError> {
+) -> Result<CheckedExperts, EventError> {
     let at = text.span.start();
     let array = base64_npy(data, text, EXPERTS)?;
-    let Some(experts) = options.experts else { return Ok((array.numbers, None)) };
     let shape = ExpertShape::of(options, prompt_tokens, total, at, EXPERTS)?;
-    let Some(ExpertShape { rows, why, .. }) = shape else { return Ok((array.numbers, None)) };
+    let (Some(experts), Some(ExpertShape { rows, why, .. })) = (options.experts, shape) else {
+        return Ok(CheckedExperts { ids: array.numbers, rows: None, padded_rows: 0 });
+    };
     if array.shape != [rows, experts.num_layers, experts.top_k] {
         return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, expected {why}", array.shape)));
     }
-    let mut range = ExpertRange::new(experts.num_experts);
+    let mut check = RowCheck::new(experts);
     match &array.numbers {
-        RoutedExperts::Int32(ids) => range.add(ids),
-        RoutedExperts::Uint8(ids) => range.add(ids),
-        RoutedExperts::Uint16(ids) => range.add(ids),
+        RoutedExperts::Int32(ids) => check.check_new(ids),
+        RoutedExperts::Uint8(ids) => check.check_new(ids),
+        RoutedExperts::Uint16(ids) => check.check_new(ids),
     }
-    range.check(at, EXPERTS)?;
-    Ok((array.numbers, Some(rows)))
+    let padded_rows = check.finish(at, EXPERTS)?;
+    Ok(CheckedExperts { ids: array.numbers, rows: Some(rows), padded_rows })
 }
 
 /// Masks hold only the new tokens.
