@@ -66,13 +66,20 @@ class ConnectionProtocol:
         """Read as soon as the loop can."""
     def end(self) -> None:
         """Close the connection now; no event follows. Idempotent."""
-    def connection_made(self, transport: BaseTransport) -> None: ...
-    def get_buffer(self, sizehint: int) -> memoryview: ...
-    def buffer_updated(self, nbytes: int) -> None: ...
-    def eof_received(self) -> bool: ...
-    def connection_lost(self, exc: BaseException | None) -> None: ...
-    def pause_writing(self) -> None: ...
-    def resume_writing(self) -> None: ...
+    def connection_made(self, transport: BaseTransport) -> None:
+        """The transport is open."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return what the transport reads into."""
+    def buffer_updated(self, nbytes: int) -> None:
+        """The transport has read ``nbytes``."""
+    def eof_received(self) -> bool:
+        """The server has closed its side. Returns whether the transport stays open."""
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The transport is closed, or ``exc`` has broken it."""
+    def pause_writing(self) -> None:
+        """The transport holds enough of the request for now."""
+    def resume_writing(self) -> None:
+        """The transport takes more of the request."""
 
 @final
 class Exchange:

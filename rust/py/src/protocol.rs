@@ -156,16 +156,19 @@ impl ConnectionProtocol {
 
     // What transports call.
 
+    /// The transport is open.
     fn connection_made(&self, transport: Py<PyAny>, py: Python<'_>) {
         self.attach(transport.clone_ref(py), transport);
     }
 
+    /// Return what the transport reads into.
     fn get_buffer(&self, sizehint: i64, py: Python<'_>) -> Py<PyMemoryView> {
         let _ = sizehint;
         self.rest.get().begin();
         self.buffer.clone_ref(py)
     }
 
+    /// The transport has read ``nbytes``.
     fn buffer_updated(&self, nbytes: usize, py: Python<'_>) -> PyResult<()> {
         let Some(carried) = self.carried(py) else { return self.on_stray_input(py) };
         let part = self.buffer.bind(py).get_item(PySlice::new(py, 0, nbytes.try_into()?, 1))?;
@@ -174,6 +177,7 @@ impl ConnectionProtocol {
         self.rest_if_ordinary(py, nbytes)
     }
 
+    /// The server has closed its side. Returns whether the transport stays open.
     fn eof_received(&self, py: Python<'_>) -> PyResult<bool> {
         match self.carried(py) {
             Some(carried) => self.input(py, &carried, Input::Eof)?,
@@ -183,6 +187,7 @@ impl ConnectionProtocol {
         Ok(!self.has_tls(py))
     }
 
+    /// The transport is closed, or ``exc`` has broken it.
     #[pyo3(signature = (exc))]
     fn connection_lost(&self, exc: Option<&Bound<'_, PyAny>>, py: Python<'_>) -> PyResult<()> {
         let result = match self.carried(py) {
@@ -203,10 +208,12 @@ impl ConnectionProtocol {
         result
     }
 
+    /// The transport holds enough of the request for now.
     fn pause_writing(&self) {
         self.lock().is_write_paused = true;
     }
 
+    /// The transport takes more of the request.
     fn resume_writing(&self, py: Python<'_>) -> PyResult<()> {
         self.lock().is_write_paused = false;
         let Some(carried) = self.carried(py) else { return Ok(()) };

@@ -21,18 +21,19 @@ type Inner = streamfold_io::reactor::Reactor;
 /// Sockets to servers, and the exchanges that they carry, below an event loop. Linux only.
 ///
 /// The loop watches two descriptors: when :meth:`fileno` is readable, it calls :meth:`sweep`; when
-/// :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read, :meth:`fileno` is
-/// unreadable for a rest after each sweep, so that one read takes several events.
+/// :meth:`urgent_fileno` is readable, it calls :meth:`sweep_urgent`. While there is something to read,
+/// :meth:`fileno` is unreadable for a rest after each sweep, so that one read takes several events.
 ///
 /// - ``rest_floor``: the shortest rest, in seconds; at least 0.001.
 /// - ``rest_ceiling``: the longest rest, in seconds.
-/// - ``rest_share``: in between, how many times as long as the sweep a rest is. With 19, reading takes a twentieth of a core.
+/// - ``rest_share``: in between, how many times as long as the sweep a rest is. With 19, reading takes a twentieth
+///   of a core.
 ///
 /// Events are tuples ``(connection, kind, payload)``:
 ///
 /// - ``"opened"``: 0, or the errno, and the connection is gone
-/// - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None for a
-///   stream
+/// - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
+///   for a stream
 /// - ``"first_token"``, ``"finished"``, ``"overrun"``: None
 /// - ``"error"``: the exception
 /// - ``"failed"``: ``(errno or None, message, whether no byte of a reply was received)``
@@ -92,8 +93,8 @@ impl Reactor {
 
     /// Let an open connection carry an exchange, and send at once what the socket takes.
     ///
-    /// Returns False if there is no such connection, or if it has carried one before and shows a byte or its end: then
-    /// it is closed, and the exchange can go over another connection.
+    /// Returns False if there is no such connection, or if it has carried one before and shows a byte or its end:
+    /// then it is closed, and the exchange can go over another connection.
     fn start(&self, py: Python<'_>, connection: u64, exchange: &Exchange) -> bool {
         let (id, exchange) = (ConnectionId::from_u64(connection), exchange.shared.clone());
         self.with(py, |reactor| reactor.start(id, exchange, monotonic())).unwrap_or(false)
