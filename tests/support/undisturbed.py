@@ -55,8 +55,8 @@ class Work:
         sample, told = self.sample, self.wanted
         has: dict[str, Any] = {"status": sample.status, "length": sample.response_length}
         wanted: dict[str, Any] = {"status": ENDS[(told.finish or {})["type"]], "length": len(told.token_ids)}
-        # Without a tokenizer nobody can tell what the text of a part lacks.
-        if client.tokenizer is not None or self._came_in_one:
+        # Without a tokenizer nobody can tell what the text of a part lacks, or which characters came twice.
+        if client.tokenizer is not None or (self._came_in_one and not _has_all_some_twice(sample.response, self._text)):
             has["response"], wanted["response"] = sample.response, self._text
         if told.token_ids:
             borders = [0, *(end for _, _, end in sample.version_spans)]
@@ -87,6 +87,17 @@ class Work:
     def _came_in_one(self) -> bool:
         brought = [generation for generation in self._generations if len(generation.token_ids)]
         return len(brought) == 1 and brought[0].finish_reason in ENDS
+
+
+def _has_all_some_twice(shown: str, text: str) -> bool:
+    """Whether what was shown is the text, of which characters were sent again after they had been sent."""
+    sent = 0
+    for character in shown:
+        if text[sent : sent + 1] == character:
+            sent += 1
+        elif character not in text[:sent]:
+            return False
+    return sent == len(text)
 
 
 def _unlike(has: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
