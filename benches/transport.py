@@ -300,8 +300,8 @@ def section(results: Sequence[Result], heading: Sequence[str]) -> Iterator[str]:
     yield from heading
     yield "\nCPU time of the client's process in µs, kernel and connecting included; the best turn. In brackets: this"
     yield "package's CPU time over that client's, and the aim. Every client opens a connection for each stream; calls"
-    yield "of one event may use one again (this package does not yet). Late: events that the server sent more than 5 ms"
-    yield "after their time, at the worst turn of all clients; many of them mean that the load was a different one.\n"
+    yield "of one event use one again. Late: events that the server sent more than 5 ms after their time, at the worst"
+    yield "turn of all clients; many of them mean that the load was a different one.\n"
     yield _line("load", "pacing", "loop", "µs per", *clients, "late")
     yield _line("---", "---", "---", "---", *["---:"] * (len(clients) + 1))
     for group in groups.values():
