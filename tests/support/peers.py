@@ -1,4 +1,4 @@
-"""Servers for the tests of drivers: their certificate, and one in a thread that goes on while the loop is blocked."""
+"""Peers for the tests of drivers: a certificate, a server in a thread of its own, and a driver over asyncio."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import ssl
 import threading
 from typing import TYPE_CHECKING
 
+from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
+from streamfold.client.drivers.direct import DirectDriver
 from support.paths import DATA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 
 def server_tls() -> ssl.SSLContext:
@@ -51,3 +53,13 @@ def read_head(peer: socket.socket) -> bytes:
     while b"\r\n\r\n" not in received:
         received += peer.recv(65536)
     return received.partition(b"\r\n\r\n")[2]
+
+
+@contextlib.asynccontextmanager
+async def driving() -> AsyncIterator[DirectDriver]:
+    """A driver over transports of asyncio, which trusts the tests' certificate."""
+    driver = DirectDriver(AsyncioSockets(trusting()))
+    try:
+        yield driver
+    finally:
+        await driver.aclose()

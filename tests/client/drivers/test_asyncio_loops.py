@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -12,25 +11,14 @@ from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
 from streamfold.client.drivers.direct import DirectDriver
 from support.driving import Driven, asked
 from support.leftovers import open_files
-from support.peers import read_head, server_tls, serving, trusting
+from support.peers import driving, read_head, server_tls, serving
 from support.replay import RUNNING, WHOLE, Replay, until
+from support.ways import ALL
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator
 
 BOTH_LOOPS = True
-
-ALL = ["connected", "head", "first_token", "finished", "ended"]
-
-
-@contextlib.asynccontextmanager
-async def driving() -> AsyncIterator[DirectDriver]:
-    driver = DirectDriver(AsyncioSockets(trusting()))
-    try:
-        yield driver
-    finally:
-        await driver.aclose()
 
 
 class Unwatching(asyncio.SelectorEventLoop):

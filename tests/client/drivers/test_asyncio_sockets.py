@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import hashlib
 import socket
@@ -18,25 +17,14 @@ from streamfold.client.drivers.direct import DirectDriver
 from streamfold.errors import StreamTruncated
 from support.driving import Driven, asked, told
 from support.paths import DATA
-from support.peers import read_head, server_tls, serving, trusting
+from support.peers import driving, read_head, server_tls, serving, trusting
 from support.replay import DONE, END, LAST_CHUNK, RUNNING, WHOLE, Replay, Step, answer_json, chunk, events, head, until
+from support.ways import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 BOTH_LOOPS = True
-
-ALL = ["connected", "head", "first_token", "finished", "ended"]
-
-
-@contextlib.asynccontextmanager
-async def driving() -> AsyncIterator[DirectDriver]:
-    driver = DirectDriver(AsyncioSockets(trusting()))
-    try:
-        yield driver
-    finally:
-        await driver.aclose()
 
 
 def reader_of(sockets: AsyncioSockets) -> asyncio.ReadTransport:

@@ -34,14 +34,13 @@ from support.replay import (
     stream,
     until,
 )
+from support.ways import ALL
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
 BOTH_LOOPS = True
-
-ALL = ["connected", "head", "first_token", "finished", "ended"]
 
 
 @contextlib.asynccontextmanager

@@ -40,6 +40,7 @@ from support.replay import (
     stream,
     until,
 )
+from support.ways import ALL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -50,7 +51,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the reactor is 
 
 BOTH_LOOPS = True
 
-ALL = ["connected", "head", "first_token", "finished", "ended"]
 HTTP = BaseUrl.parse("http://engine").origin
 
 

@@ -15,6 +15,7 @@ from streamfold.client.drivers.direct import DirectDriver
 from streamfold.client.drivers.reactor import ReactorSockets
 from support.driving import Driven, asked
 from support.replay import DONE, END, HANG, LAST_CHUNK, Replay, Request, Steps, chunk, events, head, until
+from support.ways import ALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the reactor is 
 BOTH_LOOPS = True
 
 STREAMS = 64
-ALL = ["connected", "head", "first_token", "finished", "ended"]
 
 
 def wait(process: int) -> None:
