@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.rollout import Rollout, RolloutResult
     from streamfold.samples.completion import CompletionOptions, complete
     from streamfold.samples.merging import merge
+    from streamfold.samples.observation import append_observation
     from streamfold.samples.sample import Sample
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "Timeouts",
     "Tokenizer",
     "__version__",
+    "append_observation",
     "complete",
     "merge",
     "prompt_groups",
@@ -71,6 +73,7 @@ _LATER = {
     "SampleLike": "_types",
     "Source": "rollout.groups",
     "Tokenizer": "_types",
+    "append_observation": "samples.observation",
     "complete": "samples.completion",
     "merge": "samples.merging",
     "prompt_groups": "rollout.groups",

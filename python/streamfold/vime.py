@@ -27,16 +27,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from streamfold.integrations import data_source, fully_async, generate, multimodal, rollout
 from streamfold.integrations.base import Integration, has_items
+from streamfold.samples import observation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from streamfold._core import Generation
+    from streamfold.engines.base import TokenIds
     from streamfold.integrations.base import SampleRequest, TrainerSample
     from streamfold.integrations.settings import Args
     from streamfold.samples.completion import Extra
 
-__all__ = ["VIME", "close_rollout", "generate_rollout", "generate_rollout_async", "generate_streaming"]
+__all__ = [
+    "VIME", "append_observation", "close_rollout", "generate_rollout", "generate_rollout_async", "generate_streaming",
+    "turn",
+]  # fmt: skip
 
 
 class Vime(Integration):
@@ -149,6 +154,44 @@ async def generate_streaming(
 
 # Newer vime cancels this task to abort the request; older vime does not read this.
 vars(generate_streaming)["abort_mode"] = "request"
+
+
+async def turn(
+    args: Args,
+    sample: TrainerSample,
+    sampling_params: Mapping[str, Any],
+    *,
+    max_new_tokens: int | None = None,
+) -> TrainerSample:
+    """Generate one turn of a sample, or what is left of one that was aborted: for generate functions of your own.
+
+    It uses the client of the running event loop, as :func:`generate_streaming` does. Between two turns, append what the
+    tool answered with :func:`append_observation`. Set ``abort_mode = "request"`` on your function, so that vime aborts
+    its requests one by one, by cancelling it; without that, vime aborts everything that the engines run.
+
+    Args:
+        args: vime's options. Read, never changed.
+        sample: vime's.
+        sampling_params: vLLM's. ``max_new_tokens`` limits the whole response, all turns and observations. Read, never
+            changed.
+        max_new_tokens: limits what this turn generates. None: no further limit.
+
+    Returns:
+        The sample. COMPLETED: the turn ended by itself. TRUNCATED: a limit was reached. ABORTED: vime is aborting;
+        return the sample, and it will be passed to your function again.
+
+    Raises:
+        StreamfoldError: as for :func:`generate_streaming`.
+        ValueError: as for :func:`generate_streaming`, or tokens were added to the sample in another way than by
+            :func:`append_observation` or the sample's own ``append_response_tokens``.
+        asyncio.CancelledError: vime is aborting. Let it propagate: what was received is in the sample.
+    """
+    return await generate.generate_sample(VIME, args, sample, sampling_params, max_new_tokens_per_turn=max_new_tokens)
+
+
+def append_observation(args: Args, sample: TrainerSample, token_ids: TokenIds, text: str | None = None) -> bool:
+    """Append a tool's answer to vime's sample; see :func:`streamfold.append_observation`."""
+    return observation.append_observation(sample, token_ids, text, args=args)
 
 
 def generate_rollout(

@@ -219,7 +219,8 @@ async def test_a_text_of_several_calls_is_decoded_again_even_if_the_last_one_gen
         sample.metadata = metadata  # type: ignore[assignment]
         await complete(client, sample, {"max_new_tokens": 8})
     assert (sample.response, sample.tokens[len(PROMPT) :]) == ("🙂", smile)
-    assert (sample.status, sample.metadata) == (Sample.Status.COMPLETED, {"streamfold_resumed": 1})
+    assert sample.status is Sample.Status.COMPLETED
+    assert sample.metadata.keys() == {"streamfold_resumed", "streamfold_written"}
 
 
 @pytest.mark.parametrize("tokenizer", [True, False], ids=["tokenizer", "none"])

@@ -61,24 +61,24 @@ def test_a_word_with_an_incomplete_last_character_may_be_missing_from_the_text(t
 
 
 @pytest.mark.parametrize(
-    ("engine", "length", "last", "match", "status"),
+    ("engine", "left", "last", "match", "status"),
     [
         ("sglang", 4, 5, NO_STOP, None),
         ("sglang", 4, 9, NO_STOP, "COMPLETED"),
         ("sglang", 4, 7, NO_STOP, "COMPLETED"),
         ("sglang", 4, 5, StopMatch(2, is_partial=False), "COMPLETED"),
-        ("sglang", 8, 5, NO_STOP, "TRUNCATED"),
-        ("sglang", 8, 9, NO_STOP, "TRUNCATED"),  # it compares the length first
-        ("vllm", 8, 9, NO_STOP, "COMPLETED"),
-        ("vllm", 8, 5, UNKNOWN_STOP, "TRUNCATED"),
-        ("vllm", 8, None, NO_STOP, "TRUNCATED"),
+        ("sglang", 0, 5, NO_STOP, "TRUNCATED"),
+        ("sglang", 0, 9, NO_STOP, "TRUNCATED"),  # it compares the length first
+        ("vllm", 0, 9, NO_STOP, "COMPLETED"),
+        ("vllm", 0, 5, UNKNOWN_STOP, "TRUNCATED"),
+        ("vllm", 0, None, NO_STOP, "TRUNCATED"),
         ("vllm", 4, None, NO_STOP, None),
     ],
 )
 def test_an_aborted_response_is_finished_by_a_stop_token_a_stop_string_or_its_length(
-    engine: str, length: int, last: int | None, match: StopMatch, status: str | None
+    engine: str, left: int, last: int | None, match: StopMatch, status: str | None
 ) -> None:
-    assert rules(engine, max_new_tokens=8, stop_token_ids=[7]).finish_status(length, last, match) == status
+    assert rules(engine, max_new_tokens=8, stop_token_ids=[7]).finish_status(left, last, match) == status
 
 
 @pytest.mark.parametrize(("engine", "given"), [("sglang", False), ("vllm", True)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from streamfold.integrations.clients import client_handle
 from streamfold.integrations.settings import Settings
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
-from streamfold.samples.metadata import FINISHED_AS, enter, metadata_of, own_metadata, remove_keys
+from streamfold.samples.metadata import enter
+from streamfold.samples.turn import FINISHED, open_turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,14 +31,21 @@ async def generate_sample(
     sample: TrainerSample,
     sampling_params: Mapping[str, Any],
     *,
-    evaluation: bool,
+    evaluation: bool = False,
+    max_new_tokens_per_turn: int | None = None,
 ) -> TrainerSample:
-    """Generate the response of one sample; see :func:`streamfold.slime.generate_streaming` for arguments and errors."""
+    """Generate the response of one sample, or a turn of it.
+
+    See :func:`streamfold.slime.generate_streaming` and :func:`streamfold.slime.turn` for arguments and errors.
+    """
     state = integration.rollout_module.GenerateState(args)
+    params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
+    limit = params.get("max_new_tokens")
+    open_turn(sample, limit)
+    if sample.status.name in FINISHED:
+        return sample
     _check(integration, args, sample)
     enter(sample)
-    if _restore_status(sample):
-        return sample
     _set_prompt_ids(integration, sample, state)
     settings = Settings.of(args)
     handle = await client_for(integration, args, settings, sample)
@@ -51,14 +58,19 @@ async def generate_sample(
         headers=_headers(integration, args, sample),
         abort=handle.abort_signal(state),
     )
-    params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
-    limit = params.get("max_new_tokens")
     budget = None if limit is None else limit - sample.response_length
     with integration.span(sample, "generate", max_new_tokens=budget) as span, handle.watch(request.abort):
         try:
-            await _complete(integration, request, params, budget=budget, tokenizer=state.tokenizer, span=span)
+            await _complete(
+                integration,
+                request,
+                params,
+                budgets=(budget, max_new_tokens_per_turn),
+                tokenizer=state.tokenizer,
+                span=span,
+            )
         except BaseException as error:
-            _settle_status(sample, error)
+            _settle_status(sample)
             if (
                 isinstance(error, StreamTruncated)
                 and integration.may_abort_without_finish_reason
@@ -84,12 +96,15 @@ async def _complete(
     request: SampleRequest,
     params: dict[str, Any],
     *,
-    budget: int | None,
+    budgets: tuple[int | None, int | None],
     tokenizer: Any,  # noqa: ANN401  # the trainer's
     span: object,
 ) -> None:
-    """Send requests until the sample is finished or aborted."""
-    sample = request.sample
+    """Send requests until the sample is finished or aborted.
+
+    ``budgets`` are the tokens left of the response, and those of a turn; None: no limit.
+    """
+    sample, (budget, per_turn) = request.sample, budgets
     extra = await integration.extra_payload(request) if budget is None or budget > 0 else {}
     if extra is None:
         sample.status = type(sample.status).ABORTED
@@ -105,7 +120,15 @@ async def _complete(
         on_generation=partial(integration.update_span, span),
     )
     client, resume = request.handle.client, request.settings.resume
-    await complete(client, sample, params, resume=resume, options=options, args=request.args)
+    await complete(
+        client,
+        sample,
+        params,
+        resume=resume,
+        options=options,
+        max_new_tokens_per_turn=per_turn,
+        args=request.args,
+    )
 
 
 def _check(integration: Integration, args: Args, sample: TrainerSample) -> None:
@@ -136,26 +159,11 @@ def _eos_ids(tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401  # the trainer'
     return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
 
-def _settle_status(sample: TrainerSample, error: BaseException) -> None:
-    """After an error: never leave a sample PENDING, and keep the status of a response that finished nevertheless."""
+def _settle_status(sample: TrainerSample) -> None:
+    """After an error: never leave a sample PENDING. What finished nevertheless keeps its status."""
     statuses = type(sample.status)
     if sample.status is statuses.PENDING:  # nothing could be written
         sample.status = statuses.ABORTED
-    if isinstance(error, asyncio.CancelledError) and sample.status is not statuses.ABORTED:
-        # The response finished before the abort took effect, but the trainer takes a cancelled sample for partial.
-        own_metadata(sample)[FINISHED_AS] = {"at": sample.response_length, "as": sample.status.name}
-
-
-def _restore_status(sample: TrainerSample) -> bool:
-    """Set the status that :func:`_settle_status` kept, if the response has not changed; remove the note."""
-    note: dict[str, Any] | None = metadata_of(sample).get(FINISHED_AS)
-    if note is None:
-        return False
-    remove_keys(sample, FINISHED_AS)
-    if note["at"] != sample.response_length or not sample.response_length:
-        return False
-    sample.status = type(sample.status)[note["as"]]
-    return True
 
 
 def _headers(integration: Integration, args: Args, sample: TrainerSample) -> dict[str, str]:

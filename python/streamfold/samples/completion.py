@@ -20,7 +20,7 @@ from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
-from streamfold.samples.validation import check_uniform
+from streamfold.samples.validation import check_uniform, has_generated
 
 if TYPE_CHECKING:
     from streamfold._types import SampleLike, Tokenizer
@@ -88,6 +88,11 @@ class CompletionOptions:
         check_resume_penalties(self.resume_penalties)
 
 
+def _check_budget(name: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be an integer of at least 1, or None; not {value!r}")
+
+
 def check_resume_penalties(value: object) -> None:
     """Raise ValueError if a value is not one of ``resume_penalties``."""
     if value not in get_args(ResumePenalties):
@@ -101,6 +106,8 @@ async def complete(
     *,
     resume: Resume = "continue",
     options: CompletionOptions | None = None,
+    max_new_tokens_per_turn: int | None = None,
+    max_response_len: int | None = None,
     args: Any = None,  # noqa: ANN401  # the host's own
 ) -> S:
     """Request ``sample`` until it is COMPLETED or TRUNCATED, each time from the prompt plus the generated tokens.
@@ -121,16 +128,19 @@ async def complete(
     Args:
         client: of the engine.
         sample: ours or a host's; PENDING, or ABORTED and then resumed. One that is finished is returned as it is. If
-            it is PENDING and has a response, another turn starts behind that.
-        sampling_params: in the engine's words, for the whole response: ``max_new_tokens`` limits all of it, and each
-            call is given what is left. Without ``max_new_tokens`` nothing is resumed. Never changed.
+            anything was appended behind the last call (:func:`~streamfold.append_observation`), another turn starts
+            behind that, whatever the status is.
+        sampling_params: in the engine's words, for the whole response: ``max_new_tokens`` limits all of it, a tool's
+            tokens included, and each call is given what is left. Without any limit nothing is resumed. Never changed.
         resume: ``"continue"`` resumes from the tokens that were received. ``"restart"`` drops what the failed call has
             generated and requests it again. ``"raise"`` raises the error.
         options: how the requests are made; None: the defaults.
+        max_new_tokens_per_turn: limits what each turn generates, besides ``max_new_tokens``. None: no such limit.
+        max_response_len: limits the whole response, as ``max_new_tokens`` does. None: no such limit.
         args: the host's settings, which its samples need.
 
     Returns:
-        The sample: COMPLETED or TRUNCATED; ABORTED if the caller or the host aborted it, or the engine did and
+        The sample: COMPLETED or TRUNCATED, also if it is as long as a limit already; ABORTED if the caller or the host aborted it, or the engine did and
         ``options.resume_aborts`` is False.
 
     Raises:
@@ -140,10 +150,16 @@ async def complete(
         asyncio.CancelledError: this was cancelled. What was received is in the sample, which is ABORTED, unless the
             engine finished it first.
     """
-    options = options or CompletionOptions()
-    completion = _Completion(client, sample, sampling_params, resume=resume, options=options, args=args)
-    if not completion.is_finished:
-        await completion.run()
+    completion = _Completion(
+        client,
+        sample,
+        sampling_params,
+        resume=resume,
+        options=options or CompletionOptions(),
+        budgets=(max_new_tokens_per_turn, max_response_len),
+        args=args,
+    )
+    await completion.run()
     return sample
 
 
@@ -190,8 +206,11 @@ class _Completion:
         *,
         resume: Resume,
         options: CompletionOptions,
+        budgets: tuple[int | None, int | None],
         args: Any,  # noqa: ANN401  # the host's own
     ) -> None:
+        for name, budget in zip(("max_new_tokens_per_turn", "max_response_len"), budgets, strict=True):
+            _check_budget(name, budget)
         internals = internals_of(client)
         self._client = client
         self._engine_spec = internals.engine_spec
@@ -215,19 +234,21 @@ class _Completion:
             has_experts=self._has_experts,
             restarts_penalties=options.resume_penalties == "restart",
             has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & _PROMPT_KEYS),
+            max_new_tokens_per_turn=budgets[0],
+            max_response_len=budgets[1],
         )
-
-    @property
-    def is_finished(self) -> bool:
-        return self._turn.is_finished
 
     async def run(self) -> None:
         """Make calls until the sample is finished, its abort is the result, or no call may follow."""
+        turn = self._turn
+        begins = turn.open()
+        if turn.is_finished:
+            return
         check_ready(self._sample)
         self._check_request()
         enter(self._sample)
-        turn = self._turn
-        turn.start()
+        if begins:
+            turn.begin()
         verdict = turn.judge()
         while verdict is not Verdict.FINISHED:
             if verdict is Verdict.RESTART:
@@ -256,10 +277,8 @@ class _Completion:
 
     def _check_request(self) -> None:
         """Raise ValueError, before anything is sent, if what the calls will generate cannot fit the sample."""
-        sample, before, limit = self._sample, self._sample.response_length, self._params.get("max_new_tokens")
-        if isinstance(limit, int) and limit < before:
-            raise ValueError(f"max_new_tokens is {limit}, but the response has {before} tokens already")
-        if not before:
+        sample, before = self._sample, self._sample.response_length
+        if not has_generated(sample):
             return
         has_logprobs = sample.rollout_log_probs is not None
         check_uniform("log-probabilities", before=before, has=has_logprobs, more=None, gets=self._options.logprobs)
@@ -306,10 +325,13 @@ class _Completion:
 
     def _remaining_params(self) -> dict[str, Any]:
         """The sampling parameters with the limits that are left for the next call."""
-        params = dict(self._params)
-        for name in ("max_new_tokens", "min_new_tokens"):
-            if isinstance(params.get(name), int) and params[name] > 0:  # any other value is for the client to refuse
-                params[name] = max(0, params[name] - self._sample.response_length)
+        params, left = dict(self._params), self._turn.tokens_left
+        limit, minimum = params.get("max_new_tokens"), params.get("min_new_tokens")
+        # Any other value is for the client to refuse.
+        if left is not None and (limit is None or (isinstance(limit, int) and limit > 0)):
+            params["max_new_tokens"] = max(0, left)
+        if isinstance(minimum, int) and minimum > 0:
+            params["min_new_tokens"] = max(0, minimum - self._sample.response_length)
         return params
 
     # The outcome.
@@ -328,7 +350,7 @@ class _Completion:
         return _Outcome(outcome.generation, error, was_aborted)
 
     def _may_resume(self, outcome: _Outcome) -> bool:
-        has_budget = "max_new_tokens" in self._params  # otherwise it is not known what is left
+        has_budget = self._turn.tokens_left is not None  # otherwise it is not known what is left
         return outcome.is_resumable and has_budget and self._resume != "raise" and self._calls_left > 0
 
     def _write_or_drop(

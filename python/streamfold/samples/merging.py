@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-import copy
 from typing import TYPE_CHECKING, Any, Final
 
+from streamfold.samples.atomic import all_or_nothing
 from streamfold.samples.experts import join_experts, signed_experts
+from streamfold.samples.metadata import LastWrite
 from streamfold.samples.sample import Sample
-from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform
+from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform, has_generated
 from streamfold.samples.versions import versions_of
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["brings_several_tokens", "check_ready", "merge", "meta_info"]
 
-# Lists and counters that hosts' methods change in place.
-_IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
 _SPECULATION: Final = {  # a host's name of a count, and vLLM's names of it, the newer one first
     "spec_accept_token_num": ("num_accepted_draft_tokens", "num_accepted_tokens"),
     "spec_draft_token_num": ("num_draft_tokens",),
@@ -54,17 +53,15 @@ def merge(
         ValueError: the generation does not fit the sample, which is unchanged.
     """
     check_ready(sample)
-    as_it_was = dict(vars(sample))
-    try:
+    with all_or_nothing(sample):
         if not sample.tokens and generation.prompt_token_ids is not None:  # the prompt was sent as text
             sample.tokens = generation.prompt_token_ids.tolist()
         _check_fit(sample, generation, args, trainable=trainable)
         _append(sample, generation, args, text, trainable=trainable)
-    except BaseException:  # a host's method may raise anything, after it has changed the sample
-        vars(sample).update(as_it_was)
-        raise
     if generation.finish_reason is None:
         sample.status = type(sample.status).ABORTED
+    if trainable and (written := LastWrite.of(sample)) is not None:
+        LastWrite.save(sample, limit=written.limit)
 
 
 def _append(
@@ -75,10 +72,7 @@ def _append(
     *,
     trainable: bool,
 ) -> None:
-    """Call the sample's own method, on copies of the lists that it may change in place."""
-    for name in _IN_PLACE:
-        if (shared := getattr(sample, name, None)) is not None:
-            setattr(sample, name, copy.copy(shared))
+    """Call the sample's own method."""
     logprobs = generation.logprobs.tolist() if trainable and generation.logprobs is not None else None
     if not len(generation.token_ids) and sample.rollout_log_probs is None and sample.response_length:
         logprobs = None  # an empty list must not stand beside tokens that have no log-probabilities
@@ -105,7 +99,8 @@ def check_ready(sample: SampleLike) -> None:
 
 
 def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainable: bool) -> None:  # noqa: ANN401
-    before, more = sample.response_length, len(generation.token_ids)
+    before = sample.response_length if has_generated(sample) else 0
+    more = len(generation.token_ids)
     if trainable:
         for what, kept, new in (
             ("log-probabilities", sample.rollout_log_probs, generation.logprobs),

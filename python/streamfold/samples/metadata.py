@@ -25,8 +25,8 @@ trainers' name, for the trainers' purpose.
 ``streamfold_known_text``         characters at the start of the response that are exact. The text behind them was
                                   concatenated, and is decoded again from the token ids when the response is
                                   finished
-``streamfold_ended``              ``{"at": response_length, "as": status}``: the response was finished although its
-                                  trainer, which cancelled the call, regards it as a partial one
+``streamfold_written``            ``[prompt, tokens, characters, status, limit]``: what the sample was when a call was
+                                  last written to it; see :class:`LastWrite`
 ================================  ==============================================================================
 
 Samples of a group may share one dict. It is copied once, when a sample first enters a rollout, :func:`complete` or a
@@ -40,7 +40,7 @@ import contextlib
 import copy
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
 __all__ = [
-    "FINISHED_AS", "OWN_KEYS", "START_ROLLOUT_ID", "TurnState", "add_counts", "count_of", "enter", "metadata_of",
+    "OWN_KEYS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of", "enter", "metadata_of",
     "own_metadata", "remove_keys", "rename_old_keys",
 ]  # fmt: skip
 
@@ -56,14 +56,14 @@ _PREFIX: Final = "streamfold_"
 _COUNTS: Final = (
     "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text",
 )  # fmt: skip
-FINISHED_AS: Final = f"{_PREFIX}ended"
 START_ROLLOUT_ID: Final = "start_rollout_id"
 _TURN: Final = f"{_PREFIX}turn"
+_WRITTEN: Final = f"{_PREFIX}written"
 _EXACT_CHARACTERS: Final = f"{_PREFIX}known_text"
 _TEXT_JOINED: Final = f"{_PREFIX}text_joined"
 _TEXT_UNCHECKED: Final = f"{_PREFIX}unchecked_text"
 OWN_KEYS: Final = frozenset(
-    {FINISHED_AS, _TURN, _EXACT_CHARACTERS, _TEXT_JOINED, _TEXT_UNCHECKED, *(f"{_PREFIX}{name}" for name in _COUNTS)}
+    {_TURN, _WRITTEN, _EXACT_CHARACTERS, _TEXT_JOINED, _TEXT_UNCHECKED, *(f"{_PREFIX}{name}" for name in _COUNTS)}
 )
 # The names of keys in files that were written before all of them had the prefix, and the type of their values.
 _OLD_NAMES: Final = {
@@ -117,6 +117,41 @@ class TurnState:
                 metadata.pop(key, None)
             else:
                 metadata[key] = value
+
+
+class LastWrite(NamedTuple):
+    """What a sample was when a call was last written to it. What stands behind its response belongs to another turn.
+
+    Attributes:
+        prompt: tokens before the response.
+        tokens: of the response.
+        characters: of the response.
+        status: its name.
+        limit: how many tokens the response may have; None if that is not known.
+    """
+
+    prompt: int
+    tokens: int
+    characters: int
+    status: str
+    limit: int | None
+
+    @classmethod
+    def of(cls, sample: SampleLike) -> LastWrite | None:
+        """Read it from a sample; None if no call was written."""
+        note = metadata_of(sample).get(_WRITTEN)
+        return None if note is None else cls(*note)
+
+    @staticmethod
+    def save(sample: SampleLike, *, limit: int | None) -> None:
+        """Write down what a sample is now."""
+        prompt, tokens = len(sample.tokens) - sample.response_length, sample.response_length
+        own_metadata(sample)[_WRITTEN] = [prompt, tokens, len(sample.response), sample.status.name, limit]
+
+    @staticmethod
+    def remove(sample: SampleLike) -> None:
+        """Forget it: the sample is a prompt again."""
+        remove_keys(sample, _WRITTEN)
 
 
 def metadata_of(sample: SampleLike) -> Mapping[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from streamfold.samples.metadata import FINISHED_AS, START_ROLLOUT_ID, TurnState, add_counts, remove_keys
+from streamfold.samples.metadata import START_ROLLOUT_ID, LastWrite, TurnState, add_counts, remove_keys
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
-__all__ = ["restart", "rewind"]
+__all__ = ["restart", "rewind", "shorten"]
 
 # The fields that calls and rewards write, ours and the hosts'.
 _WRITTEN_FIELDS: Final = (
@@ -32,15 +32,25 @@ def restart(sample: SampleLike) -> None:
         if hasattr(sample, name):
             setattr(sample, name, getattr(clean, name))
     TurnState().save(sample)
-    remove_keys(sample, FINISHED_AS, START_ROLLOUT_ID)
+    LastWrite.remove(sample)
+    remove_keys(sample, START_ROLLOUT_ID)
     _count_dropped(sample, dropped)
 
 
 def rewind(sample: SampleLike, tokens: int, characters: int) -> None:
+    """Shorten a response to what stood before its current turn; see :func:`shorten`.
+
+    ``metadata["streamfold_restarted_tokens"]`` counts the tokens that are dropped.
+    """
+    dropped = sample.response_length - tokens
+    shorten(sample, tokens, characters)
+    _count_dropped(sample, dropped)
+
+
+def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     """Shorten a response to its first ``tokens`` and ``characters``, with everything beside them; it is ABORTED then.
 
     What engines have counted (``prompt_tokens``, ``cached_tokens``, ``weight_versions``) stays: that work was done.
-    ``metadata["streamfold_restarted_tokens"]`` counts the tokens that are dropped.
     """
     dropped = sample.response_length - tokens
     sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
@@ -57,8 +67,8 @@ def rewind(sample: SampleLike, tokens: int, characters: int) -> None:
         sample.version_spans = spans
     sample.status = type(sample.status)["ABORTED"]
     replace(TurnState.of(sample), exact_characters=None, text_joined=False).save(sample)
-    remove_keys(sample, FINISHED_AS)
-    _count_dropped(sample, dropped)
+    written = LastWrite.of(sample)
+    LastWrite.save(sample, limit=None if written is None else written.limit)
 
 
 def _count_dropped(sample: SampleLike, dropped: int) -> None:

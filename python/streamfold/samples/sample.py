@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from streamfold.samples.experts import expert_array, padded_rows, signed_experts
-from streamfold.samples.validation import check_expert_rows, check_lengths, check_offsets, check_uniform
+from streamfold.samples.observation import append_observation
+from streamfold.samples.validation import (
+    check_expert_rows,
+    check_lengths,
+    check_offsets,
+    check_uniform,
+    has_generated,
+)  # fmt: skip
 from streamfold.samples.versions import cover, versions_of
 
 if TYPE_CHECKING:
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from streamfold.engines.base import TokenIds
     from streamfold.samples.experts import ExpertIds
 
     Int32 = npt.NDArray[np.int32]
@@ -176,6 +184,10 @@ class Sample:
         self.prompt_tokens += meta.get("prompt_tokens", 0)
         self.cached_tokens += meta.get("cached_tokens", 0)
 
+    def append_observation(self, token_ids: TokenIds, text: str | None = None) -> bool:
+        """Append a tool's answer: see :func:`streamfold.append_observation`."""
+        return append_observation(self, token_ids, text)
+
     def check(self) -> None:
         """Check that all lengths agree with the number of tokens.
 
@@ -232,9 +244,10 @@ def _log_probs_after(sample: Sample, new: Sequence[float] | None, more: int, *, 
         raise ValueError(f"{len(new)} log_probs for {more} tokens")
     if not more and sample.response_length:
         return kept
+    before = sample.response_length if has_generated(sample) else 0
     has, gets = kept is not None, new is not None
-    check_uniform("log-probabilities", before=sample.response_length, has=has, more=more, gets=gets)
-    return kept if new is None else [*(kept or []), *new]
+    check_uniform("log-probabilities", before=before, has=has, more=more, gets=gets)
+    return kept if new is None else [*(kept or [0.0] * sample.response_length), *new]
 
 
 def _status_of(reason: Any) -> str:  # noqa: ANN401  # SGLang's is an object, a host's may be a word
@@ -256,13 +269,14 @@ def _top_p_after(
         raise ValueError("top-p ids and offsets go together: one of the two is missing")
     if ids is None and not trainable and kept is not None:
         ids, offsets = np.empty(0, np.int32), np.zeros(more + 1, np.int32)
+    before = sample.response_length if has_generated(sample) else 0
     has, gets = kept is not None, offsets is not None
-    check_uniform("top-p ids", before=sample.response_length, has=has, more=more, gets=gets)
+    check_uniform("top-p ids", before=before, has=has, more=more, gets=gets)
     if ids is None or offsets is None:
         return None, None
     check_offsets("top_p_token_offsets", offsets, len(ids), more)
     if kept_ids is None or kept is None:
-        return ids, offsets
+        return ids, np.concatenate([np.zeros(sample.response_length, np.int32), offsets])
     return np.concatenate([kept_ids, ids]), np.concatenate([kept, offsets[1:] + kept[-1]])
 
 

@@ -86,16 +86,15 @@ class StopRules:
         """Whether the engine ignores stop strings at first, so that it is not known which one it would stop at."""
         return self.engine_spec.stops_after_minimum and bool(self.params.get("min_new_tokens"))
 
-    def finish_status(self, length: int, last_token: int | None, stop: StopMatch) -> str | None:
+    def finish_status(self, tokens_left: int | None, last_token: int | None, stop: StopMatch) -> str | None:
         """Give the status of an aborted response that is finished all the same; None if it is not.
 
         Args:
-            length: tokens of the response, of all its turns.
+            tokens_left: how many more tokens may be generated; None if there is no limit.
             last_token: the last token of the turn; None if the turn has none yet.
             stop: the stop string found in the turn's text.
         """
-        limit = self.params.get("max_new_tokens")
-        is_full = isinstance(limit, int) and length >= limit
+        is_full = tokens_left is not None and tokens_left <= 0
         if is_full and (last_token is None or self.engine_spec.length_before_stop):
             return "TRUNCATED"
         if last_token is not None and (self.is_stop_token(last_token) or stop.end is not None):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.samples.detokenizer import DecodedText, Detokenizer
 from streamfold.samples.merging import brings_several_tokens, merge
-from streamfold.samples.metadata import TurnState, add_counts
-from streamfold.samples.reset import restart, rewind
+from streamfold.samples.metadata import LastWrite, TurnState, add_counts
+from streamfold.samples.reset import restart, rewind, shorten
 from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
 
 if TYPE_CHECKING:
@@ -21,17 +21,49 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike, Tokenizer
     from streamfold.engines.base import EngineSpec
 
-__all__ = ["Turn"]
+__all__ = ["FINISHED", "Turn", "open_turn"]
 
-_FINISHED: Final = ("COMPLETED", "TRUNCATED")
+FINISHED: Final = ("COMPLETED", "TRUNCATED")
+
+
+def open_turn(sample: SampleLike, limit: int | None) -> bool:
+    """Whether another turn begins: what stands behind the last call is not of it, whatever the status says.
+
+    Otherwise the last turn goes on, unless it was finished: a sample that was set to ABORTED afterwards gets its status
+    back, but not one that was TRUNCATED at a lower limit.
+
+    Args:
+        sample: ours or a host's.
+        limit: how many tokens the response may have; None if there is no limit.
+
+    Raises:
+        ValueError: tokens were added that the response's length does not count.
+    """
+    written = LastWrite.of(sample)
+    if written is None or not sample.response_length:
+        return bool(sample.status.name == "PENDING")
+    statuses, prompt = type(sample.status), len(sample.tokens) - sample.response_length
+    if written.prompt not in (0, prompt):  # 0: the prompt was sent as text
+        raise ValueError(
+            f"the sample has {len(sample.tokens)} tokens and a response_length of {sample.response_length}, which "
+            f"leaves {prompt} for the prompt, but the prompt had {written.prompt} when a call was last written: append "
+            "a tool's tokens with append_observation()"
+        )
+    if sample.response_length > written.tokens:
+        sample.status = statuses["PENDING"]
+        return True
+    if sample.status.name == "ABORTED" and sample.response_length == written.tokens:
+        has_more_room = limit is not None and written.limit is not None and limit > written.limit
+        if written.status == "COMPLETED" or (written.status == "TRUNCATED" and not has_more_room):
+            sample.status = statuses[written.status]
+    return bool(sample.status.name == "PENDING" and written.status != "PENDING")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """The turn of a sample's response that is being generated.
 
-    A PENDING sample with a response starts another turn behind it, and only what the turn itself has generated can end
-    it: a tool's answer may end in a stop token.
+    Only what the turn itself has generated can end it: a tool's answer may end in a stop token.
 
     Args:
         sample: ours or a host's.
@@ -44,6 +76,8 @@ class Turn:
             that was aborted is then restarted.
         restarts_penalties: whether a response with penalties is restarted, if the engine would count them anew in the
             call that resumes it.
+        max_new_tokens_per_turn: limits what a turn generates.
+        max_response_len: limits the whole response, with what tools have answered.
     """
 
     sample: SampleLike
@@ -54,27 +88,55 @@ class Turn:
     has_experts: bool
     has_fixed_prompt: bool = False
     restarts_penalties: bool = False
+    max_new_tokens_per_turn: int | None = None
+    max_response_len: int | None = None
 
     @property
     def is_finished(self) -> bool:
         """Whether the sample is finished by its status."""
-        return self.sample.status.name in _FINISHED
+        return self.sample.status.name in FINISHED
 
-    def start(self) -> None:
-        """Save where a turn starts that follows others."""
-        sample, state = self.sample, self._state
-        if sample.status.name != "PENDING" or not (sample.response_length or state != TurnState()):
+    def open(self) -> bool:
+        """Whether it begins, behind others; see :func:`open_turn`."""
+        return open_turn(self.sample, self._response_limit)
+
+    @property
+    def tokens_left(self) -> int | None:
+        """How many tokens the turn may still generate, below 0 if it has more than that; None: there is no limit."""
+        limit, per_turn = self._response_limit, self.max_new_tokens_per_turn
+        ends = [limit] if per_turn is None else [limit, self._state.tokens + per_turn]
+        known = [end for end in ends if end is not None]
+        return min(known) - self.sample.response_length if known else None
+
+    @property
+    def _response_limit(self) -> int | None:
+        given = (self.params.get("max_new_tokens"), self.max_response_len)
+        limits = [limit for limit in given if isinstance(limit, int) and limit >= 0]  # others are for the client
+        return min(limits) if limits else None
+
+    def begin(self) -> None:
+        """Save where the turn starts, behind others.
+
+        A response without room for it is TRUNCATED, and ends before the tool's answer.
+        """
+        sample, state, limit, written = self.sample, self._state, self._response_limit, LastWrite.of(self.sample)
+        if limit is not None and sample.response_length >= limit and written is not None:
+            shorten(sample, min(written.tokens, sample.response_length), written.characters)
+            sample.status = type(sample.status)["TRUNCATED"]
+            return
+        if not sample.response_length and state == TurnState():
             return
         was_unfinished = state.exact_characters is not None and sample.response_length > 0
         new = replace(state, tokens=sample.response_length, characters=len(sample.response), exact_characters=None)
         replace(new, text_joined=state.text_joined or was_unfinished).save(sample)
+        LastWrite.save(sample, limit=limit)
 
     def judge(self) -> Verdict:
         """Decide what is to be done next. An aborted response that is finished gets its status and its whole text."""
         if self.is_finished:
             return Verdict.FINISHED
         stop = self._find_stop()
-        status = self._rules.finish_status(self.sample.response_length, self._last_token, stop)
+        status = self._rules.finish_status(self.tokens_left, self._last_token, stop)
         if status is not None:
             if self._lacks_experts:
                 return Verdict.RESTART  # no later call sends them
@@ -100,7 +162,13 @@ class Turn:
             self.sample.status = type(self.sample.status)["ABORTED"]
 
     def write(self, generation: Generation, args: Any) -> None:  # noqa: ANN401  # the host's own
-        """Merge what a call has generated into the sample."""
+        """Merge what a call has generated into the sample, and keep its text exact."""
+        try:
+            self._write(generation, args)
+        finally:
+            LastWrite.save(self.sample, limit=self._response_limit)
+
+    def _write(self, generation: Generation, args: Any) -> None:  # noqa: ANN401  # the host's own
         if (eos := self._rules.revealed_eos(generation)) is not None:
             self.eos_ids.add(eos)
         state = self._state
@@ -230,6 +298,7 @@ class Turn:
             if status == "COMPLETED" and not by_token and stop.end is not None:
                 sample.response = sample.response[: state.characters + stop.end]
         sample.status = type(sample.status)[status]
+        LastWrite.save(sample, limit=self._response_limit)
 
     @property
     def _last_token(self) -> int | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Int32 = npt.NDArray[np.int32]
 
-__all__ = ["check_expert_rows", "check_lengths", "check_offsets", "check_uniform"]
+__all__ = ["check_expert_rows", "check_lengths", "check_offsets", "check_uniform", "has_generated"]
 
 
 def check_lengths(sample: SampleLike) -> None:
@@ -62,6 +62,12 @@ def check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
         raise ValueError(f"{name} has {len(offsets)} entries for {tokens} tokens: it must have {tokens + 1}")
     if offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
         raise ValueError(f"{name} must start at 0, end at {ids} (the number of ids) and never decrease")
+
+
+def has_generated(sample: SampleLike) -> bool:
+    """Whether any token of a response was generated: otherwise all are a tool's, which nothing was requested for."""
+    is_trained = sample.loss_mask is None or any(sample.loss_mask)
+    return sample.response_length > 0 and (is_trained or bool(getattr(sample, "version_spans", None)))
 
 
 def check_uniform(what: str, *, before: int, has: bool, more: int | None, gets: bool) -> None:
