@@ -143,7 +143,6 @@ async def test_what_finished_during_the_abort_does_not_grow_when_it_is_resumed(s
         assert (response_of(sample), sample.status, sample.reward) == ([1, 2, 3], Status.COMPLETED, 1.0)
         assert len(server.generates) == 1
     assert len(rewards.calls) == 1
-    assert "streamfold_ended" not in sample.metadata
 
 
 @pytest.mark.parametrize(
@@ -176,13 +175,12 @@ async def test_a_response_whose_last_token_is_a_stop_token_is_finished_even_if_a
     assert (response_of(sample), sample.status) == ([1, last] if ends else [1, last, 9], Status.COMPLETED)
 
 
-async def test_the_noted_status_of_a_finished_response_is_removed_once_used(newer: None) -> None:
-    sample = partial(1, 2, metadata={"streamfold_ended": {"at": 3, "as": "COMPLETED"}, "mine": 1})
+async def test_the_noted_status_of_a_response_that_was_shortened_since_is_not_used(newer: None) -> None:
+    sample = partial(1, 2, metadata={"streamfold_written": [3, 3, 3, "COMPLETED", 64], "mine": 1})
     async with Server(stream(event([3], 1, "abort", prompt_tokens=5), DONE)) as server:
         await ask(streaming(server), sample)
         assert len(server.generates) == 1
     assert (response_of(sample), sample.status) == ([1, 2, 3], Status.ABORTED)
-    assert "streamfold_ended" not in sample.metadata
     assert sample.metadata["mine"] == 1
 
 

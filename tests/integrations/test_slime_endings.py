@@ -262,7 +262,7 @@ async def test_a_later_call_that_loses_its_top_p_ids_leaves_the_earlier_as_they_
         params = {"max_new_tokens": 9, **TOP_P}
         sample = await ask(streaming(engine), Sample(prompt=TEXT), {**params, "max_new_tokens": 4})
         sample.status = Status.ABORTED
-        before = {**vars(sample), "metadata": {"streamfold_lost_side_data": 2}}
+        before = {**vars(sample), "metadata": {**sample.metadata, "streamfold_lost_side_data": 2}}
         broken: list[Any] = [head(), *(chunk(event([i], i, prompt_tokens=6)) for i in (1, 2)), FIN]
         async with Server(broken) as server:
             with pytest.raises(StreamTruncated):

@@ -483,7 +483,7 @@ async def test_an_abort_of_one_request_uses_the_engines_request_id() -> None:
 
 
 async def test_what_finished_during_the_abort_stays_finished() -> None:
-    sample = partial(1, 2, metadata={"streamfold_ended": {"at": 2, "as": "TRUNCATED"}})
+    sample = partial(1, 2, metadata={"streamfold_written": [3, 2, 2, "TRUNCATED", 64]})
     async with Server(stream(event([9], 1, "stop", prompt_tokens=5), DONE)) as server:
         await ask(streaming(server), sample)
         assert server.requests == []

@@ -140,8 +140,8 @@ async def complete(
         args: the host's settings, which its samples need.
 
     Returns:
-        The sample: COMPLETED or TRUNCATED, also if it is as long as a limit already; ABORTED if the caller or the host aborted it, or the engine did and
-        ``options.resume_aborts`` is False.
+        The sample: COMPLETED, or TRUNCATED, also if it was as long as a limit already; ABORTED if the caller or the
+        host aborted it, or the engine did and ``options.resume_aborts`` is False.
 
     Raises:
         StreamfoldError: the last retry failed, or the engine would refuse another one (4xx), or requested side data

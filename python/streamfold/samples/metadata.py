@@ -144,14 +144,12 @@ class LastWrite(NamedTuple):
 
     @staticmethod
     def save(sample: SampleLike, *, limit: int | None) -> None:
-        """Write down what a sample is now."""
+        """Write down what a sample is now; nothing if it is a prompt alone."""
         prompt, tokens = len(sample.tokens) - sample.response_length, sample.response_length
-        own_metadata(sample)[_WRITTEN] = [prompt, tokens, len(sample.response), sample.status.name, limit]
-
-    @staticmethod
-    def remove(sample: SampleLike) -> None:
-        """Forget it: the sample is a prompt again."""
-        remove_keys(sample, _WRITTEN)
+        if tokens:
+            own_metadata(sample)[_WRITTEN] = [prompt, tokens, len(sample.response), sample.status.name, limit]
+        else:
+            remove_keys(sample, _WRITTEN)
 
 
 def metadata_of(sample: SampleLike) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ def restart(sample: SampleLike) -> None:
         if hasattr(sample, name):
             setattr(sample, name, getattr(clean, name))
     TurnState().save(sample)
-    LastWrite.remove(sample)
+    LastWrite.save(sample, limit=None)
     remove_keys(sample, START_ROLLOUT_ID)
     _count_dropped(sample, dropped)
 
