@@ -12,7 +12,7 @@ from streamfold.integrations.clients import client_handle
 from streamfold.integrations.settings import Settings
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
-from streamfold.samples.metadata import enter
+from streamfold.samples.metadata import LastWrite, enter
 from streamfold.samples.turn import FINISHED, open_turn
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ async def generate_sample(
     params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     open_turn(sample, limit)
-    if sample.status.name in FINISHED:
+    if sample.status.name in FINISHED and LastWrite.of(sample) is not None:
         return sample
     _check(integration, args, sample)
     enter(sample)
