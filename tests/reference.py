@@ -51,6 +51,7 @@ class Reading:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     clamped_logprobs: int = 0
+    max_tokens_per_event: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     done: bool = False
     overrun: bool = False
@@ -132,6 +133,7 @@ def read(
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
         clamped_logprobs=state.clamped,
+        max_tokens_per_event=state.most_at_once,
         meta=state.meta,
         done=done,
         overrun=overrun,

@@ -188,6 +188,7 @@ class Generation:
         prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         clamped_logprobs: int = 0,
+        max_tokens_per_event: int = 0,
         meta: dict[str, Any] | None = None,
     ) -> Generation: ...
     @property
@@ -251,6 +252,12 @@ class Generation:
     @property
     def clamped_logprobs(self) -> int:
         """The number of logprobs that are the engine's substitute for minus infinity (0 unless ``clamped="keep"``)."""
+    @property
+    def max_tokens_per_event(self) -> int:
+        """The most new tokens that one event of the stream had; 0 if none had tokens.
+
+        More than one with speculative decoding, with a stream interval, and where the engine joined events.
+        """
     @property
     def meta(self) -> dict[str, Any]:
         """All other scalars and objects of the response, the latest value of each key.

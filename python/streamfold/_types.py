@@ -84,7 +84,9 @@ class SampleLike(Protocol):
             trainable: whether the new tokens are trained on.
             meta_info: what else the engine reported, under SGLang's keys: ``finish_reason`` (an object with ``type``),
                 ``completion_tokens``, ``prompt_tokens``, ``cached_tokens``, ``weight_version``, ``spec_*`` counts;
-                ``routed_experts`` (int32 ``[len(tokens) - 1, num_layers, top_k]`` of all tokens, old and new);
+                ``routed_experts`` (int32 ``[rows, num_layers, top_k]`` of all tokens but the last, old and new, without
+                the first ``routed_experts_start_len`` rows, which stay as they are: that key is there only if the class
+                of the sample is seen to know it);
                 ``top_p_token_ids`` and ``top_p_token_offsets`` of the new tokens (base64 of int32 ``[m]`` and
                 ``[n + 1]``). What was not reported is left out.
             text: of the new tokens.

@@ -146,8 +146,8 @@ async def generate_streaming(
         NotImplementedError: the prompt's images cannot be sent to this server.
         ValueError: an option or the sample is invalid, or the response does not fit the sample.
         asyncio.CancelledError: the task was cancelled. The request has been aborted; the sample is ABORTED and holds
-            what was received. vLLM sends no routed experts for aborted requests: the next call returns those of all
-            tokens.
+            what was received. vLLM sends no routed experts for aborted requests: the next call returns those of their
+            tokens too.
     """
     return await generate.generate_sample(VIME, args, sample, sampling_params, evaluation=evaluation)
 

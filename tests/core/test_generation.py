@@ -26,6 +26,7 @@ WHOLE: dict[str, Any] = {
     "prompt_tokens": 4,
     "cached_tokens": 0,
     "clamped_logprobs": 1,
+    "max_tokens_per_event": 2,
     "meta": {"id": "r7", "nested": {"a": [1, None]}, "big": 2**70, "zero": -0.0},
 }
 
@@ -55,6 +56,7 @@ def test_an_empty_generation_is_one() -> None:
         assert (empty.routed_experts, empty.top_p, empty.prompt_token_ids) == (None, None, None)
         assert (empty.prompt_tokens, empty.cached_tokens) == (None, None)
         assert (empty.version_spans, empty.padded_rows, empty.clamped_logprobs, empty.meta) == ([], 0, 0, {})
+        assert empty.max_tokens_per_event == 0
     asked = Generation([], [], text="", finish_reason="length", top_p=([], [0]))
     assert asked.logprobs is not None
     assert asked.logprobs.shape == (0,)
@@ -110,6 +112,7 @@ def test_copies_are_equal() -> None:
         {"prompt_tokens": None},
         {"cached_tokens": None},
         {"clamped_logprobs": 0},
+        {"max_tokens_per_event": 3},
         {"meta": {}},
     ],
     ids=str,
@@ -138,10 +141,12 @@ def test_nothing_can_be_assigned() -> None:
 
 def test_the_repr_fits_on_three_lines_whatever_its_size() -> None:
     assert "padded_rows" not in repr(whole(padded_rows=0))
+    assert "max_tokens_per_event" not in repr(whole(max_tokens_per_event=1))
     assert repr(whole()) == (
         "<Generation of 3 tokens, finish_reason='stop', matched=7, text='a\\u2028\U0001f600' (3 characters),\n"
         " logprobs=float64[3], routed_experts=uint8[6, 2, 2], top_p=int32[4], prompt_token_ids=int32[4],\n"
-        " version_spans=2, prompt_tokens=4, cached_tokens=0, padded_rows=2, clamped_logprobs=1, meta=4 keys>"
+        " version_spans=2, prompt_tokens=4, cached_tokens=0, padded_rows=2, max_tokens_per_event=2,"
+        " clamped_logprobs=1, meta=4 keys>"
     )
     n = 100_000
     large = Generation(
@@ -245,6 +250,8 @@ def test_routed_experts_keep_dtype_and_shape(dtype: Any) -> None:
         {"prompt_tokens": "3"},
         {"cached_tokens": -1},
         {"clamped_logprobs": -1},
+        {"max_tokens_per_event": -1},
+        {"max_tokens_per_event": 4},
         {"padded_rows": -1},
         {"padded_rows": 7},
         {"padded_rows": 1, "routed_experts": None},

@@ -85,6 +85,7 @@ def test_every_field_of_a_reading_can_be_told() -> None:
         version_spans=[("6", 0, 1), ("7", 1, 3)],
         prompt_tokens=3,
         cached_tokens=2,
+        max_tokens_per_event=2,
         meta={
             "id": "r7",
             "finish_reason": {"type": "stop", "matched": 9},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from streamfold import DecodeError
 from streamfold.loopback import Config, Loopback, undisturbed
 from streamfold.loopback.core.reply import Reply, stopped
 from streamfold.loopback.sglang.wire import SglangFormat
@@ -240,25 +241,33 @@ async def test_the_latest_weight_version_of_a_call_is_kept_and_may_be_missing(
 # Experts of a resumed call (verl-project/verl#6029, strands-rl/strands-sglang#72).
 
 
-@pytest.mark.parametrize("rows", [7, 3], ids=["of the whole sequence", "of the new tokens only"])
-async def test_experts_of_a_resumed_call_cover_the_whole_sequence_or_are_refused(rows: int) -> None:
+@pytest.mark.parametrize("rows", [7, 3, 5], ids=["of the whole sequence", "of the new tokens only", "of neither"])
+async def test_experts_of_a_resumed_call_are_added_to_those_kept_or_refused(rows: int) -> None:
     experts = base64.b64encode(np.arange(rows, dtype="<i4").tobytes()).decode()
     body = event([1, 2, 3], 3, "stop", prompt_tokens=5, routed_experts=experts)
     sample = partial(8, 9)
-    sample.rollout_routed_experts = np.zeros((4, 1, 1), np.int32)
+    sample.rollout_routed_experts = np.full((4, 1, 1), 90, np.int32)
     async with Replay(stream(body, DONE)) as server:
-        args = streaming(server, use_rollout_routing_replay=True, num_layers=1, moe_router_topk=1, num_experts=None)
-        if rows == 7:
-            await ask(args, sample)
-        else:
-            with pytest.raises(ValueError, match="7"):
+        args = streaming(
+            server,
+            use_rollout_routing_replay=True,
+            num_layers=1,
+            moe_router_topk=1,
+            num_experts=None,
+            streamfold_resume="raise",
+        )
+        if rows == 5:
+            with pytest.raises(DecodeError, match=r"found 20 bytes, .*3 rows .*, or all 7,"):
                 await ask(args, sample)
-    if rows == 7:
-        assert sample.rollout_routed_experts.ravel().tolist() == list(range(7))
-        assert sample.status is Status.COMPLETED
-    else:
-        assert sample.rollout_routed_experts.shape == (4, 1, 1)
+        else:
+            await ask(args, sample)
+        assert server.requests[0].json["routed_experts_start_len"] == 4
+    if rows == 5:
+        assert sample.rollout_routed_experts.ravel().tolist() == [90] * 4
         assert (sample.status, response_of(sample)) == (Status.ABORTED, [8, 9])
+    else:
+        assert sample.rollout_routed_experts.ravel().tolist() == [90] * 4 + [*range(rows)][-3:]
+        assert sample.status is Status.COMPLETED
 
 
 async def test_after_the_finish_reason_the_stream_may_break_off() -> None:

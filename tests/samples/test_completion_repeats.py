@@ -293,32 +293,50 @@ async def test_only_the_turns_own_text_is_corrected() -> None:
 # Without a tokenizer.
 
 
+@pytest.mark.parametrize("is_incremental", [True, False])
 @pytest.mark.parametrize(
-    ("text", "params", "meta", "is_noted"),
+    ("text", "counts", "is_noted"),
     [
-        ("今天天今天", {"stream_interval": 4}, {}, True),
-        ("今天天今天", {"stream_interval": 1}, {}, False),
-        ("today", {"stream_interval": 4}, {}, False),
-        ("今天天今天", {}, {"spec_verify_ct": 2}, True),
-        ("今天天今天", {}, {"spec_verify_ct": 4}, False),
-        ("today", {}, {"spec_verify_ct": 2}, False),
-        ("今天天今天", {}, {}, False),
+        ("今天天今天", [1, 4], True),
+        ("今天天今天", [4], True),
+        ("今天天今天", [1, 2, 3, 4], False),
+        ("today", [1, 4], False),
+        ("today", [1, 2, 3, 4], False),
     ],
 )
 async def test_without_a_tokenizer_a_text_that_may_repeat_characters_is_marked(
-    text: str, params: dict[str, Any], meta: dict[str, Any], is_noted: bool
+    text: str, counts: list[int], is_incremental: bool, is_noted: bool
 ) -> None:
-    frame = json.loads(event([1, 2, 3, 4, 5], 5, "stop", **meta)[6:])
-    payload = b"data: " + json.dumps({**frame, "text": text}).encode() + b"\n\n"
+    """It is seen in the stream: an interval of the server's own is in no request, and in none of its counts."""
+    payloads, sent = [], 0
+    for count in counts:
+        first = sent if is_incremental else 0
+        frame = json.loads(event(range(first, count), count, "stop" if count == 4 else None)[6:])
+        part = text if count == 4 or not is_incremental else ""
+        payloads.append(b"data: " + json.dumps({**frame, "text": part}).encode() + b"\n\n")
+        sent = count
     for tokenizer in (None, ByteLevel()):
         async with (
-            Replay(stream(payload, DONE)) as server,
+            Replay(stream(*payloads, DONE)) as server,
             Client(server.url, tokenizer=tokenizer, retries=SOON) as client,
         ):
-            sample = await completed(client, sample_of(**params))
+            sample = await completed(client, sample_of())
         assert (UNCHECKED in sample.metadata) is (is_noted and tokenizer is None)
         if tokenizer is None:
             assert (sample.response, CORRECTED in sample.metadata) == (text, False)
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+@pytest.mark.parametrize(("interval", "step", "most"), [(1, 1, 1), (4, 1, 4), (1, 3, 3)])
+async def test_the_most_tokens_of_an_event_are_seen_whatever_made_them_several(
+    is_incremental: bool, interval: int, step: int, most: int
+) -> None:
+    options: dict[str, Any] = {"stream_interval": interval, "tokens_per_step": step}
+    for more in ({"incremental": is_incremental}, {"engine": "vllm"}):
+        with Loopback(**options, **more) as engine:
+            async with Client(engine.url, engine=engine.config.engine) as client:
+                generation = await client.generate([300], {"max_new_tokens": 24, "ignore_eos": True})
+        assert generation.max_tokens_per_event == most
 
 
 async def test_the_mark_stays_with_the_response_and_goes_with_it() -> None:

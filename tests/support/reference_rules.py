@@ -68,6 +68,7 @@ class State:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     clamped: int = 0
+    most_at_once: int = 0  # of the tokens
     meta: dict[str, Any] = field(default_factory=dict)
     levels: list[dict[str, Any]] = field(default_factory=list)  # where meta is gathered from, if from several places
 
@@ -150,7 +151,8 @@ def decoded(value: Any) -> bytes:
 
 
 def take_tokens(state: State, asked: Asked, ids: list[Any], logprobs: list[float | None]) -> None:
-    """Append new tokens, and their logprobs if those were asked for."""
+    """Append the new tokens of an event, and their logprobs if those were asked for."""
+    state.most_at_once = max(state.most_at_once, len(ids))
     for token in ids:
         if type(token) is not int or not 0 <= token <= LARGEST_TOKEN:
             bad("token")
@@ -188,16 +190,14 @@ def ids_of_set(value: Any) -> list[int]:
     return list(value)
 
 
-def routed(array: npt.NDArray[Any], shape: list[int] | None, state: State, asked: Asked) -> npt.NDArray[Any]:
-    """Routed experts in the shape that was asked for; ``shape`` is the one told with them, if one is."""
-    if asked.experts is None:
-        return array
-    wanted = experts_shape(state, asked, asked.experts)
-    if math.prod(wanted) != len(array) or shape not in (None, wanted):
-        bad("metadata")
-    experts = array.reshape(wanted)
-    state.padded_rows = sum(is_padded(row, asked.experts, array.dtype) for row in experts.tolist())
-    return experts
+def routed(array: npt.NDArray[Any], rows: int, state: State, asked: Asked) -> npt.NDArray[Any]:
+    """Routed experts of ``rows`` rows, without those that come before the ones that were asked for."""
+    assert asked.experts is not None
+    experts = array.reshape(rows, asked.experts.num_layers, asked.experts.top_k)
+    padded = [is_padded(row, asked.experts, array.dtype) for row in experts.tolist()]
+    before = rows - rows_from(state, asked, asked.experts_start)
+    state.padded_rows = sum(padded[before:])
+    return experts[before:]
 
 
 def is_padded(row: list[list[int]], asked: ExpertsLike, dtype: npt.DTypeLike) -> bool:
@@ -217,12 +217,12 @@ def is_padded(row: list[list[int]], asked: ExpertsLike, dtype: npt.DTypeLike) ->
     return False
 
 
-def experts_shape(state: State, asked: Asked, experts: ExpertsLike) -> list[int]:
+def rows_from(state: State, asked: Asked, start: int) -> int:
+    """How many rows of experts there are from a position on: one for each token but the last."""
     prompt = state.prompt_tokens if asked.prompt_len is None else asked.prompt_len
     if prompt is None:
         bad("metadata")
-    rows = max(0, prompt + len(state.ids) - 1 - asked.experts_start)
-    return [rows, experts.num_layers, experts.top_k]
+    return max(0, max(0, prompt + len(state.ids) - 1) - start)
 
 
 def take_versions(state: State, version: Any, told_spans: Any, new: int, *, final: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,18 @@ import numpy as np
 from support.reference_json import Undecodable, bad, parse
 from support.reference_rules import (
     Asked,
+    ExpertsLike,
     Refused,
     State,
     check_prompt_length,
     count,
     decoded,
     double,
-    experts_shape,
     ids_of_set,
     matched_value,
     refuse_if_error,
     routed,
+    rows_from,
     take_prompt_ids,
     take_tokens,
     take_versions,
@@ -31,6 +31,7 @@ from support.reference_rules import (
 )
 
 EXPERT_DTYPES = {"int32": "<i4", "uint8": "|u1", "uint16": "<u2"}
+SIZES = {"int32": 4, "uint8": 1, "uint16": 2}
 OWN_ATTRIBUTE = (
     "text",
     "output_ids",
@@ -272,15 +273,52 @@ def take_experts(state: State, asked: Asked, meta_info: dict[str, Any]) -> None:
         return
     raw = decoded(meta_info["routed_experts"])
     dtype = meta_info.get("routed_experts_dtype")
-    if dtype is None:
-        dtype = "int32"
-        # Engines that do not know how another one is asked for send int32.
-        if asked.experts and (not raw or len(raw) != 4 * math.prod(experts_shape(state, asked, asked.experts))):
-            dtype = asked.experts.dtype
-    if type(dtype) is not str or dtype not in EXPERT_DTYPES:
+    if dtype is not None and (type(dtype) is not str or dtype not in EXPERT_DTYPES):
         bad("metadata")
-    form = np.dtype(EXPERT_DTYPES[dtype])
-    if len(raw) % form.itemsize:
-        bad("metadata")
-    state.experts = routed(np.frombuffer(raw, form), None, state, asked)
+    if asked.experts is None:
+        state.experts = numbers(raw, dtype or "int32")
+    else:
+        state.experts = one_of(raw, forms_of(state, asked, asked.experts, dtype, meta_info), state, asked)
     state.experts_at = len(state.ids)
+
+
+def forms_of(
+    state: State, asked: Asked, experts: ExpertsLike, dtype: str | None, meta_info: dict[str, Any]
+) -> list[tuple[int, str]]:
+    """The rows and the dtype that an engine may send, which may know neither how the one nor the other is asked for."""
+    told_start = meta_info.get("routed_experts_start_len")
+    if told_start is not None and (type(told_start) is not int or told_start not in (asked.experts_start, 0)):
+        bad("metadata")
+    starts = [asked.experts_start, 0] if told_start is None else [told_start]
+    rows = dict.fromkeys(rows_from(state, asked, start) for start in starts)
+    dtypes = dict.fromkeys(["int32", experts.dtype] if dtype is None else [dtype])
+    return [(count, one) for count in rows for one in dtypes]
+
+
+def one_of(raw: bytes, forms: list[tuple[int, str]], state: State, asked: Asked) -> Any:
+    """The experts in the form that fits the bytes; of two that do, the one whose ids fit what was asked for."""
+    assert asked.experts is not None
+    width = asked.experts.num_layers * asked.experts.top_k
+    fitting = [(rows, dtype) for rows, dtype in forms if rows * width * SIZES[dtype] == len(raw)]
+    if not raw:
+        fitting = fitting[-1:]
+    if len(fitting) == 2:
+        (rows, dtype), second = fitting
+        largest = {1: 255, 2: 65535}[SIZES[second[1]]]
+        try:
+            experts = routed(numbers(raw, dtype), rows, state, asked)
+        except Undecodable:
+            return routed(numbers(raw, second[1]), second[0], state, asked)
+        if all(-1 <= expert <= largest for expert in numbers(raw, dtype).tolist()):
+            return experts
+        fitting = [second]
+    if not fitting:
+        bad("metadata")
+    ((rows, dtype),) = fitting
+    return routed(numbers(raw, dtype), rows, state, asked)
+
+
+def numbers(raw: bytes, dtype: str) -> Any:
+    if len(raw) % SIZES[dtype]:
+        bad("metadata")
+    return np.frombuffer(raw, EXPERT_DTYPES[dtype])

@@ -24,6 +24,7 @@ from support.reference_rules import (
     matched_value,
     refuse_if_error,
     routed,
+    rows_from,
     take_prompt_ids,
     take_tokens,
     take_versions,
@@ -138,11 +139,21 @@ def apply(
     state.cached_tokens = state.cached_tokens if cached_tokens is None else cached_tokens
     take_mask(state, choice.get("sampling_mask"), len(ids))
     if choice.get("routed_experts") is not None:
-        state.experts = routed(*npy(decoded(choice["routed_experts"])), state, asked)
+        state.experts = routed_npy(state, asked, *npy(decoded(choice["routed_experts"])))
         state.experts_at = len(state.ids)
     spans = [place["weight_versions"] for place in (choice, event) if place.get("weight_versions") is not None]
     version = next((version for version in versions if version is not None), None)
     take_versions(state, version, spans[0] if spans else None, len(ids), final=final)
+
+
+def routed_npy(state: State, asked: Asked, array: Any, shape: list[int]) -> Any:
+    """Routed experts from where they were asked for, or all of them, in the shape that is told."""
+    if asked.experts is None:
+        return array
+    some, every = (rows_from(state, asked, start) for start in (asked.experts_start, 0))
+    if shape not in ([rows, asked.experts.num_layers, asked.experts.top_k] for rows in (some, every)):
+        bad("metadata")
+    return routed(array, shape[0], state, asked)
 
 
 def logprobs_of(choice: dict[str, Any], *, completions: bool) -> tuple[list[float | None] | None, list[Any] | None]:

@@ -76,6 +76,8 @@ class Plan:
     sets: list[list[int]] | None = None
     sets_as: Literal["mask", "list", "base64", "last"] = "last"
     experts: tuple[Shape, int, bool] | None = None  # with the start, and whether the reply tells the dtype
+    knows_start: bool = True  # whether the engine sends the rows from there on, or all
+    tells_start: bool = False
     prompt: int = 3
     prompt_ids: list[int] | None = None  # in every event
     cached: int | None = None
@@ -130,6 +132,8 @@ def plans(draw: st.DrawFn) -> Plan:
         sets=draw(st.none() | st.lists(st.lists(tokens, max_size=4), min_size=n, max_size=n)),
         sets_as=draw(st.sampled_from(["mask", "list", "base64", "last"])),
         experts=draw(st.none() | st.tuples(shape, st.integers(0, 2), st.booleans())),
+        knows_start=draw(st.booleans()),
+        tells_start=draw(st.booleans()),
         prompt=prompt,
         prompt_ids=draw(st.none() | st.lists(tokens, min_size=prompt, max_size=prompt)),
         cached=draw(st.none() | st.integers(0, 2**31)),
@@ -168,8 +172,8 @@ def write(plan: Plan, layout: Layout, dialect: str) -> Written:
     if layout.bom:
         events[0] = BOM + events[0]
     with_prompt = [event for event in told if "prompt_tokens" in event["meta_info"]]
-    experts = None if plan.experts is None or plan.ending != "plain" else routed(plan)
     shape, start, _ = plan.experts or (None, 0, False)
+    experts = None if plan.experts is None or plan.ending != "plain" else routed(plan, start)
     return Written(
         events=events,
         dialect=dialect,
@@ -191,6 +195,7 @@ def write(plan: Plan, layout: Layout, dialect: str) -> Written:
             prompt_token_ids=plan.prompt_ids,
             prompt_tokens=plan.prompt if with_prompt else None,
             cached_tokens=plan.cached if with_prompt else None,
+            max_tokens_per_event=max(end - start for start, end in itertools.pairwise([0, *plan.cuts])),
             meta=meta_of(told),
             done=layout.tail == "done",
         ),
@@ -237,9 +242,12 @@ def told_by(plan: Plan, number: int) -> dict[str, Any]:
         ]
     if last and not queued and plan.experts is not None:
         shape, _, tells_dtype = plan.experts
-        meta["routed_experts"] = base64.b64encode(routed(plan).tobytes()).decode()
+        rows = routed(plan, plan.experts[1] if plan.knows_start else 0)
+        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         if tells_dtype:
             meta["routed_experts_dtype"] = shape.dtype
+        if plan.tells_start:
+            meta["routed_experts_start_len"] = plan.experts[1] if plan.knows_start else 0
     if plan.bare and not order and plan.finish["type"] != "abort":
         event.pop("output_ids")
         meta.pop("output_token_logprobs", None)
@@ -262,13 +270,13 @@ def offsets_of(sets: list[list[int]]) -> list[int]:
     return [0, *itertools.accumulate(len(tokens) for tokens in sets)]
 
 
-def routed(plan: Plan) -> np.ndarray[Any, Any]:
-    """Routed experts that show their place: no two neighbours are equal."""
+def routed(plan: Plan, start: int) -> np.ndarray[Any, Any]:
+    """Routed experts from a position on, which show their place: no two neighbours are equal."""
     assert plan.experts is not None
-    shape, start, _ = plan.experts
-    rows = plan.prompt + len(plan.ids) - 1 - start
+    shape, *_ = plan.experts
+    rows = plan.prompt + len(plan.ids) - 1
     count = rows * shape.num_layers * shape.top_k
-    return (np.arange(count) * 7 % 200).astype(shape.dtype).reshape(rows, shape.num_layers, shape.top_k)
+    return (np.arange(count) * 7 % 200).astype(shape.dtype).reshape(rows, shape.num_layers, shape.top_k)[start:]
 
 
 def spans_of(plan: Plan) -> list[tuple[str | None, int, int]]:

@@ -53,6 +53,7 @@ class Plan:
     spans: list[tuple[str, int]] | None = None  # told with the last event: a version, and the number of its tokens
     sets: list[list[int]] | None = None
     experts: tuple[Shape, int] | None = None  # with the start
+    knows_start: bool = True  # whether the engine sends the rows from there on, or all
     prompt: int = 3
     prompt_ids: list[int] | None = None  # in the first event
     cached: int | None = None
@@ -94,6 +95,7 @@ def plans(draw: st.DrawFn) -> Plan:
         spans=draw(st.none() | st.just([(f"v{number % 3}", length) for number, length in enumerate(lengths)])),
         sets=draw(st.none() | st.lists(st.lists(tokens, max_size=4), min_size=n, max_size=n)),
         experts=draw(st.none() | st.tuples(shape, st.integers(0, 2))),
+        knows_start=draw(st.booleans()),
         prompt=prompt,
         prompt_ids=draw(st.none() | st.lists(tokens, min_size=prompt, max_size=prompt)),
         cached=draw(st.none() | st.integers(0, 2**31)),
@@ -137,12 +139,13 @@ def write(plan: Plan, layout: Layout) -> Written:
             text="".join(plan.pieces) if plan.has_text else None,
             finish_reason=WORDS.get(plan.reason, plan.reason),
             matched=repeated if plan.stop_reason is None else plan.stop_reason,
-            routed_experts=routed(plan) if plan.experts and plan.has_side_data else None,
+            routed_experts=routed(plan, start) if plan.experts and plan.has_side_data else None,
             top_p=None if sets is None else ([*itertools.chain(*sets)], offsets_of(sets)),
             version_spans=spans_of(plan),
             prompt_token_ids=plan.prompt_ids,
             prompt_tokens=None if plan.counted == "none" else plan.prompt,
             cached_tokens=None if plan.counted == "none" else plan.cached,
+            max_tokens_per_event=max(end - start for start, end in itertools.pairwise([0, *plan.cuts])),
             meta=meta_of(told),
             done=layout.tail == "done",
         ),
@@ -165,7 +168,9 @@ def told_by(plan: Plan, number: int) -> Level:
     if plan.has_text:
         choice["text"] = "".join(plan.pieces[i] for i in new)
     if plan.has_side_data:
-        choice["routed_experts"] = npy(routed(plan)) if last and plan.experts else None
+        choice["routed_experts"] = None
+        if last and plan.experts is not None:
+            choice["routed_experts"] = npy(routed(plan, plan.experts[1] if plan.knows_start else 0))
         choice["sampling_mask"] = None if plan.sets is None else [plan.sets[i] for i in new]
     if last and plan.spans is not None:
         ends = [0, *itertools.accumulate(length for _, length in plan.spans)]
@@ -242,13 +247,13 @@ def npy(array: np.ndarray[Any, Any]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def routed(plan: Plan) -> np.ndarray[Any, Any]:
-    """Routed experts that show their place: no two neighbours are equal."""
+def routed(plan: Plan, start: int) -> np.ndarray[Any, Any]:
+    """Routed experts from a position on, which show their place: no two neighbours are equal."""
     assert plan.experts is not None
-    shape, start = plan.experts
-    rows = plan.prompt + len(plan.ids) - 1 - start
+    shape, _ = plan.experts
+    rows = plan.prompt + len(plan.ids) - 1
     count = rows * shape.num_layers * shape.top_k
-    return (np.arange(count) * 7 % 200).astype(shape.dtype).reshape(rows, shape.num_layers, shape.top_k)
+    return (np.arange(count) * 7 % 200).astype(shape.dtype).reshape(rows, shape.num_layers, shape.top_k)[start:]
 
 
 def spans_of(plan: Plan) -> list[tuple[str | None, int, int]]:

@@ -189,7 +189,8 @@ class Client:
             top_p: whether to request the ids that each token was sampled from (top-p replay).
             prompt_token_ids: whether to request the prompt's token ids, for prompts that are text (SGLang 0.5.13, vLLM
                 0.30; ``vllm-completions`` always sends them). SGLang repeats them in each event.
-            experts_start: first position whose routed experts are requested.
+            experts_start: first position whose routed experts are requested. The generation's start there, also if the
+                engine ignores that and sends all of them.
             headers: added to this call's requests.
             extra: added to the request's JSON object.
             aborted: your own flag. While it is true no request leaves, and a request that has just left is aborted as

@@ -15,6 +15,7 @@ __all__ = ["all_or_nothing"]
 
 # Lists and counters that hosts' methods change in place.
 _IN_PLACE: Final = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "spec_info", "prefix_cache_info")
+_EXPERTS: Final = "rollout_routed_experts"
 
 
 @contextlib.contextmanager
@@ -28,6 +29,8 @@ def all_or_nothing(sample: SampleLike) -> Iterator[None]:
         for name in _IN_PLACE:
             if (shared := getattr(sample, name, None)) is not None:
                 setattr(sample, name, copy.copy(shared))
+        if isinstance(parts := getattr(sample, _EXPERTS, None), list):  # a host's, of arrays
+            setattr(sample, _EXPERTS, list(parts))
         yield
     except BaseException:
         vars(sample).update(as_it_was)

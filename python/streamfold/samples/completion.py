@@ -16,6 +16,7 @@ from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
+from streamfold.samples.experts import kept_rows
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.stopping import Verdict
@@ -47,8 +48,7 @@ class CompletionOptions:
             text of a finished response is compared with that of its tokens: one that the engine would not have shown
             (SGLang repeats characters where an event brings several tokens) is replaced, which
             ``metadata["streamfold_corrected_text"]`` counts. Without any tokenizer such a text stays as it was sent;
-            ``metadata["streamfold_unchecked_text"]`` marks it where the request or the engine's counts tell of events
-            with several tokens.
+            ``metadata["streamfold_unchecked_text"]`` marks it where an event had several tokens.
         stop_ids: tokens that end a response, besides ``stop_token_ids``: the model's EOS. A response that is aborted
             right behind such a token is finished. The set is shared: an EOS at which the engine is seen to stop is
             added to it.
@@ -124,6 +124,9 @@ async def complete(
     if the response was aborted within what may be a stop string, or has a grammar or ``stop_regex``: the engine would
     match them from their beginning. Penalties would be counted from their beginning too: see
     ``options.resume_penalties``. A later turn is restarted from where it started; it needs the prompt's ids.
+
+    Routed experts that the sample has stay as they are, since they are of the weights that sampled its tokens: each
+    call adds those of later tokens.
 
     Args:
         client: of the engine.
@@ -297,6 +300,8 @@ class _Completion:
             # Without the prompt's ids, the rows of routed experts could not be merged.
             prompt_token_ids=input_ids is None
             and (self._options.prompt_token_ids or (self._has_experts and not self._sample.tokens)),
+            # Where the engine makes more of the prompt (images), rows are not at the places of our tokens.
+            experts_start=kept_rows(self._sample) if self._has_experts and input_ids is not None else 0,
             headers=self._options.headers,
             extra=extra,
             aborted=self._host_abort,

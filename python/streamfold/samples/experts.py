@@ -1,4 +1,7 @@
-"""Routed experts of samples: their dtype, and the rows that the engine padded.
+"""Routed experts of samples: how many rows there are, their dtype, and the rows that the engine padded.
+
+A sample keeps the rows that it has: they are of the weights that sampled its tokens. A call that resumes it adds those
+behind them. A trainer's sample may hold its rows as an array, a tensor, a list of tensors or a reference to a file.
 
 The engine fills the rows of tokens for which it has no experts with -1, in the unsigned types with 255 or 65535. The
 parser lets a row with that value in every slot pass only if it is no real one, so such rows can be told from the array.
@@ -7,17 +10,23 @@ parser lets a row with that value in every slot pass only if it is no real one, 
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     Int32 = npt.NDArray[np.int32]
     ExpertIds = npt.NDArray[Any]  # int32, uint8 or uint16
 
-__all__ = ["expert_array", "join_experts", "padded_rows", "signed_experts"]
+__all__ = [
+    "adds_rows", "expert_array", "join_experts", "kept_experts", "kept_rows", "padded_rows", "signed_experts",
+]  # fmt: skip
 
 _DTYPES: Final = (np.dtype(np.int32), np.dtype(np.uint8), np.dtype(np.uint16))
 
@@ -47,9 +56,49 @@ def signed_experts(experts: ExpertIds) -> Int32:
     return signed
 
 
+def kept_rows(sample: Any) -> int:  # noqa: ANN401  # ours or a host's
+    """The number of rows that a sample has."""
+    kept = getattr(sample, "rollout_routed_experts", None)
+    if kept is None:
+        return 0
+    count: Callable[[], int] | None = getattr(sample, "get_rollout_routed_experts_length", None)
+    return len(kept) if count is None else count()
+
+
+def kept_experts(sample: Any) -> Any:  # noqa: ANN401  # ours or a host's
+    """The rows that a sample has, in one piece; None if it has none."""
+    load = getattr(sample, "materialize_rollout_routed_experts", None)
+    return getattr(sample, "rollout_routed_experts", None) if load is None else load(replace=False)
+
+
 def join_experts(kept: Any, new: ExpertIds) -> ExpertIds:  # noqa: ANN401  # an array, or a host's lists
     """The rows of both, in their dtype if it is the same, otherwise as int32."""
     kept = expert_array(kept)
     if kept.dtype != new.dtype:
         kept, new = signed_experts(kept), signed_experts(new)
     return np.concatenate([kept, new])
+
+
+@cache
+def adds_rows(kind: type) -> bool:
+    """Whether samples of a class add the rows of ``meta_info["routed_experts"]`` behind ``routed_experts_start_len``.
+
+    Hosts' older samples do not know that key, and take all rows. A sample of one row is asked to add another one.
+    """
+    first, second = np.zeros((1, 1, 1), np.int32), np.ones((1, 1, 1), np.int32)
+    try:
+        sample = kind()
+        sample.tokens, sample.rollout_routed_experts = [0, 0], first
+        sample.append_response_tokens(
+            SimpleNamespace(num_layers=1, moe_router_topk=1, num_experts=2),
+            tokens=[0],
+            log_probs=[0.0],
+            trainable=True,
+            meta_info={"routed_experts": second, "routed_experts_start_len": 1},
+            text="",
+            update_terminal_info=False,
+        )
+        rows = expert_array(kept_experts(sample)).ravel().tolist()
+    except Exception:  # noqa: BLE001  # a host's method may raise anything
+        return False
+    return bool(rows == [0, 1])

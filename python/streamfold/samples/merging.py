@@ -6,7 +6,7 @@ import base64
 from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.samples.atomic import all_or_nothing
-from streamfold.samples.experts import join_experts, signed_experts
+from streamfold.samples.experts import adds_rows, join_experts, kept_experts, kept_rows, signed_experts
 from streamfold.samples.metadata import LastWrite
 from streamfold.samples.sample import Sample
 from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform, has_generated
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from streamfold._core import Generation
     from streamfold._types import SampleLike
-    from streamfold.samples.experts import ExpertIds
 
-__all__ = ["brings_several_tokens", "check_ready", "merge", "meta_info"]
+__all__ = ["check_ready", "merge", "meta_info"]
 
 _SPECULATION: Final = {  # a host's name of a count, and vLLM's names of it, the newer one first
     "spec_accept_token_num": ("num_accepted_draft_tokens", "num_accepted_tokens"),
@@ -107,8 +106,11 @@ def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainab
             ("top-p ids", getattr(sample, "rollout_top_p_token_offsets", None), generation.top_p),
         ):
             check_uniform(what, before=before, has=kept is not None, more=more, gets=new is not None)
-    experts = _whole_experts(sample, generation)
-    if experts is not None and not isinstance(sample, Sample):
+    experts = generation.routed_experts
+    if experts is None:
+        return
+    check_expert_rows(experts, _rows_after(sample, generation), kept=kept_rows(sample))
+    if not isinstance(sample, Sample):
         shape = tuple(getattr(args, name, None) for name in ("num_layers", "moe_router_topk"))
         if shape != experts.shape[1:]:
             raise ValueError(
@@ -117,19 +119,31 @@ def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainab
             )
 
 
-def _whole_experts(sample: SampleLike, generation: Generation) -> ExpertIds | None:
-    """The routed experts of all tokens but the last: the generation's, behind the sample's if it has only new rows.
+def _rows_after(sample: SampleLike, generation: Generation) -> int:
+    return max(0, len(sample.tokens) + len(generation.token_ids) - 1)
 
-    A host's sample gets int32, its own type of them; ours keeps the type on the wire.
+
+def _experts(sample: SampleLike, generation: Generation) -> dict[str, Any]:
+    """The rows of routed experts that a call adds to the sample's, which stay as they are.
+
+    Hosts' samples get int32, their own type of them, and older ones all rows; ours keep the type on the wire.
     """
     new = generation.routed_experts
     if new is None:
-        return None
-    rows = max(0, len(sample.tokens) + len(generation.token_ids) - 1)
-    kept = getattr(sample, "rollout_routed_experts", None)
-    check_expert_rows(new, rows, kept=0 if kept is None else len(kept))
-    experts = new if isinstance(sample, Sample) else signed_experts(new)
-    return experts if len(new) == rows else join_experts(kept, experts)
+        return {}
+    kept = kept_rows(sample)
+    if len(new) == _rows_after(sample, generation):  # the engine has sent all rows: those kept are of older weights
+        new = new[kept:]
+    if not kept:
+        return {"routed_experts": new if isinstance(sample, Sample) else signed_experts(new)}
+    if not len(new):
+        return {}
+    if isinstance(sample, Sample):
+        return {"routed_experts": new, "routed_experts_start_len": kept}
+    new = signed_experts(new)
+    if adds_rows(type(sample)):
+        return {"routed_experts": new, "routed_experts_start_len": kept}
+    return {"routed_experts": join_experts(kept_experts(sample), new)}
 
 
 def meta_info(generation: Generation) -> dict[str, Any]:
@@ -152,19 +166,6 @@ def meta_info(generation: Generation) -> dict[str, Any]:
     return meta | {key: value for key, value in latest.items() if value is not None}
 
 
-def brings_several_tokens(generation: Generation, params: Mapping[str, Any]) -> bool:
-    """Whether events of a stream had several tokens, as its request and the engine's counts say.
-
-    That is the case with a stream interval, and with speculative decoding, where an event has the tokens of a step. A
-    stream interval that is a server flag, and events that were joined for a slow reader, are not seen here.
-    """
-    tokens, interval, counts = len(generation.token_ids), params.get("stream_interval"), meta_info(generation)
-    if isinstance(interval, int) and interval > 1:
-        return tokens > 1
-    steps = counts.get("spec_verify_ct")
-    return isinstance(steps, int) and 0 < steps < tokens - 1  # the first token is of no step
-
-
 def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:
     """The counts of speculative decoding that vLLM, or a patched build of it, reports, under the hosts' names."""
     stats = reported.get("request_spec_decode_stats")
@@ -178,8 +179,7 @@ def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _beside_tokens(sample: SampleLike, generation: Generation) -> dict[str, Any]:
-    experts = _whole_experts(sample, generation)
-    beside: dict[str, Any] = {} if experts is None else {"routed_experts": experts}
+    beside = _experts(sample, generation)
     if generation.top_p is not None:
         for key, array in zip(("top_p_token_ids", "top_p_token_offsets"), generation.top_p, strict=True):
             beside[key] = base64.b64encode(array.tobytes()).decode()

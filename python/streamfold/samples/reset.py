@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+from streamfold.samples.experts import kept_experts, kept_rows
 from streamfold.samples.metadata import START_ROLLOUT_ID, LastWrite, TurnState, add_counts, remove_keys
 from streamfold.samples.sample import Sample
 
@@ -56,7 +57,9 @@ def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
     sample.response = sample.response[:characters]
     sample.response_length = tokens
-    ends = {"loss_mask": tokens, "rollout_log_probs": tokens, "rollout_routed_experts": len(sample.tokens) - 1}
+    ends = {"loss_mask": tokens, "rollout_log_probs": tokens}
+    if kept_rows(sample) >= len(sample.tokens):
+        cast("Any", sample).rollout_routed_experts = kept_experts(sample)[: len(sample.tokens) - 1]
     if (offsets := getattr(sample, "rollout_top_p_token_offsets", None)) is not None:
         ends |= {"rollout_top_p_token_ids": int(offsets[tokens]), "rollout_top_p_token_offsets": tokens + 1}
     for name, end in ends.items():

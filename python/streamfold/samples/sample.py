@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from streamfold.samples.experts import expert_array, padded_rows, signed_experts
+from streamfold.samples.experts import expert_array, join_experts, kept_rows, padded_rows, signed_experts
 from streamfold.samples.observation import append_observation
 from streamfold.samples.validation import (
     check_expert_rows,
@@ -22,7 +22,7 @@ from streamfold.samples.validation import (
     check_offsets,
     check_uniform,
     has_generated,
-)  # fmt: skip
+)
 from streamfold.samples.versions import cover, versions_of
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ class Sample:
             log_probs: ``[n]``.
             trainable: whether the new tokens are trained on. Those that are not, a tool's, may have neither
                 log-probabilities nor top-p ids: behind tokens that have them they get 0.0 and no ids.
-            meta_info: what else the engine reported: ``routed_experts`` of all tokens but the last,
-                ``top_p_token_ids`` and ``top_p_token_offsets`` of the new ones, ``finish_reason``, ``weight_version``,
-                ``version_spans`` over the new tokens, counts. Without spans the versions of tokens that are trained on
-                count as not known.
+            meta_info: what else the engine reported: ``routed_experts`` of all tokens but the last, without the first
+                ``routed_experts_start_len`` rows, which stay as they are; ``top_p_token_ids`` and
+                ``top_p_token_offsets`` of the new ones, ``finish_reason``, ``weight_version``, ``version_spans`` over
+                the new tokens, counts. Without spans the versions of tokens that are trained on count as not known.
             text: of the new tokens.
             update_terminal_info: whether a ``finish_reason`` in ``meta_info`` decides the status.
 
@@ -281,11 +281,14 @@ def _top_p_after(
 
 
 def _experts_after(sample: Sample, meta: Mapping[str, Any], more: int) -> ExpertIds | None:
+    kept = sample.rollout_routed_experts
     if (given := meta.get("routed_experts")) is None:
-        return sample.rollout_routed_experts
-    experts = expert_array(given)
-    check_expert_rows(experts, max(0, len(sample.tokens) + more - 1))
-    return experts
+        return kept
+    experts, start = expert_array(given), meta.get("routed_experts_start_len") or 0
+    if start < 0 or start > kept_rows(sample):
+        raise ValueError(f"routed_experts_start_len is {start}, but the sample has {kept_rows(sample)} rows of experts")
+    check_expert_rows(experts, max(0, len(sample.tokens) + more - 1) - start)
+    return experts if not start or kept is None else join_experts(kept[:start], experts)
 
 
 def _int32(value: Any) -> Int32 | None:  # noqa: ANN401  # base64, bytes, a list or an array

@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.samples.detokenizer import DecodedText, Detokenizer
-from streamfold.samples.merging import brings_several_tokens, merge
+from streamfold.samples.experts import kept_rows
+from streamfold.samples.merging import merge
 from streamfold.samples.metadata import LastWrite, TurnState, add_counts
 from streamfold.samples.reset import restart, rewind, shorten
 from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
@@ -199,7 +200,7 @@ class Turn:
         text = generation.text
         if not self.engine_spec.repeats_text or text is None or text.isascii():  # those are never held back
             return False
-        return brings_several_tokens(generation, self.params)
+        return generation.max_tokens_per_event > 1
 
     def _check_text(self, generation: Generation) -> None:
         """Correct the text of a turn that one call has finished, if it is none that the engine would have shown."""
@@ -311,8 +312,8 @@ class Turn:
 
     @property
     def _lacks_experts(self) -> bool:
-        rows = getattr(self.sample, "rollout_routed_experts", None)
-        is_short = rows is None or len(rows) != len(self.sample.tokens) - 1
+        has_rows = getattr(self.sample, "rollout_routed_experts", None) is not None
+        is_short = not has_rows or kept_rows(self.sample) != len(self.sample.tokens) - 1
         return self.has_experts and self._last_token is not None and is_short
 
     @property

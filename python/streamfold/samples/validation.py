@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamfold.samples.experts import kept_rows
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -34,11 +36,9 @@ def check_lengths(sample: SampleLike) -> None:
         if values is not None and len(values) != length:
             raise ValueError(f"{name} has {len(values)} entries, but response_length is {length}")
     _check_top_p(sample, length)
-    experts = getattr(sample, "rollout_routed_experts", None)
-    if experts is not None and len(experts) > max(0, total - 1):
-        raise ValueError(
-            f"rollout_routed_experts has {len(experts)} rows, but at most {max(0, total - 1)} fit {total} tokens"
-        )
+    rows = kept_rows(sample)
+    if rows > max(0, total - 1):
+        raise ValueError(f"rollout_routed_experts has {rows} rows, but at most {max(0, total - 1)} fit {total} tokens")
 
 
 def _check_top_p(sample: SampleLike, length: int) -> None:

@@ -3,6 +3,8 @@
 //! An engine that has no experts for a token fills the token's row with -1, in the unsigned types with 255 or 65535.
 //! Such a padded row is kept and counted. A row that is padded in part was damaged on its way.
 
+use std::fmt::Write;
+
 use bytemuck::Pod;
 
 use crate::arrays::metadata_error;
@@ -20,9 +22,11 @@ pub(crate) struct CheckedExperts {
 
 /// The required shape of routed experts.
 pub(crate) struct ExpertShape {
+    experts: Experts,
+    /// The rows from `experts_start` on.
     pub rows: usize,
-    /// The number of ids in all rows.
-    pub numbers: usize,
+    /// The rows before those. Engines that do not know the key for the start, or did not receive it, send them too.
+    pub rows_before: usize,
     /// How the number of rows is computed, for a message.
     pub why: String,
 }
@@ -42,14 +46,48 @@ impl ExpertShape {
         };
         let prompt = usize::try_from(prompt).unwrap_or(usize::MAX);
         let start = usize::try_from(options.experts_start).unwrap_or(usize::MAX);
-        let rows = prompt.saturating_add(total).saturating_sub(1).saturating_sub(start);
-        let why = format!(
-            "{rows} rows ({prompt} of the prompt + {total} tokens - 1 - {start}) of {} layers and top {}",
-            experts.num_layers, experts.top_k
-        );
-        let numbers = rows.checked_mul(experts.num_layers).and_then(|numbers| numbers.checked_mul(experts.top_k));
-        let numbers = numbers.ok_or_else(|| metadata_error(at, path, format!("{why}: too many")))?;
-        Ok(Some(Self { rows, numbers, why }))
+        let all = prompt.saturating_add(total).saturating_sub(1);
+        let rows = all.saturating_sub(start);
+        let mut why = format!("{rows} rows ({prompt} of the prompt + {total} tokens - 1 - {start})");
+        if start > 0 {
+            let _ = write!(why, ", or all {all},");
+        }
+        let _ = write!(why, " of {} layers and top {}", experts.num_layers, experts.top_k);
+        let shape = Self { experts, rows, rows_before: all - rows, why };
+        match shape.checked_numbers(all) {
+            Some(_) => Ok(Some(shape)),
+            None => Err(metadata_error(at, path, format!("{}: too many", shape.why))),
+        }
+    }
+
+    fn checked_numbers(&self, rows: usize) -> Option<usize> {
+        rows.checked_mul(self.experts.num_layers)?.checked_mul(self.experts.top_k)
+    }
+
+    /// The number of ids in the rows from the start on, or in all rows.
+    pub(crate) fn numbers(&self, is_whole: bool) -> usize {
+        let rows = if is_whole { self.rows_before + self.rows } else { self.rows };
+        self.checked_numbers(rows).unwrap_or(usize::MAX)
+    }
+
+    /// Check the rows that `check` has not seen yet, count the padded ones, and drop those before the start.
+    pub(crate) fn finish<T: ExpertId>(
+        &self,
+        mut ids: Vec<T>,
+        mut check: RowCheck,
+        is_whole: bool,
+        at: usize,
+        path: &'static str,
+    ) -> Result<CheckedExperts, EventError> {
+        check.check_new(&ids);
+        check.finish(at, path)?;
+        if is_whole {
+            ids.drain(..ids.len() - self.numbers(false));
+            ids.shrink_to_fit();
+            check = RowCheck::new(self.experts);
+            check.check_new(&ids);
+        }
+        Ok(CheckedExperts { ids: T::array(ids), rows: Some(self.rows), padded_rows: check.padded_rows })
     }
 }
 
@@ -60,6 +98,8 @@ pub(crate) trait ExpertId: Pod + PartialEq {
 
     /// Negative ids become larger than every number of experts.
     fn unsigned(self) -> u32;
+
+    fn array(ids: Vec<Self>) -> RoutedExperts;
 }
 
 impl ExpertId for i32 {
@@ -67,6 +107,10 @@ impl ExpertId for i32 {
 
     fn unsigned(self) -> u32 {
         self.cast_unsigned()
+    }
+
+    fn array(ids: Vec<Self>) -> RoutedExperts {
+        RoutedExperts::Int32(ids)
     }
 }
 
@@ -76,6 +120,10 @@ impl ExpertId for u8 {
     fn unsigned(self) -> u32 {
         self.into()
     }
+
+    fn array(ids: Vec<Self>) -> RoutedExperts {
+        RoutedExperts::Uint8(ids)
+    }
 }
 
 impl ExpertId for u16 {
@@ -83,6 +131,10 @@ impl ExpertId for u16 {
 
     fn unsigned(self) -> u32 {
         self.into()
+    }
+
+    fn array(ids: Vec<Self>) -> RoutedExperts {
+        RoutedExperts::Uint16(ids)
     }
 }
 
@@ -126,10 +178,10 @@ impl RowCheck {
         }
     }
 
-    /// The number of padded rows, if every row is sound.
-    pub(crate) fn finish(&self, at: usize, path: &'static str) -> Result<usize, EventError> {
+    /// Whether every row is sound.
+    fn finish(&self, at: usize, path: &'static str) -> Result<(), EventError> {
         let message = match (&self.error, self.experts.num_experts) {
-            (None, _) => return Ok(self.padded_rows),
+            (None, _) => return Ok(()),
             (Some(RowError::Outside { id }), Some(limit)) => {
                 format!("found expert {id}, but there are {limit} experts; check the dtype of Experts")
             }

@@ -104,6 +104,8 @@ pub struct Generation {
     pub cached_tokens: Option<u64>,
     /// The number of logprobs that are the engine's substitute for minus infinity.
     pub clamped_logprobs: usize,
+    /// The most new tokens that one event had.
+    pub max_tokens_per_event: usize,
     /// Every other key with its latest value, both as JSON. If a key is in the list twice, the last one counts.
     pub meta: Vec<(String, String)>,
 }

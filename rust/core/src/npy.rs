@@ -31,12 +31,7 @@ pub(crate) fn base64_npy(data: &[u8], text: RawStr, path: &'static str) -> Resul
     let mut bytes: Vec<u8> = base64_array(data, text, None, path, |_| {})?;
     let Header { dtype, shape, end } =
         header(&bytes).map_err(|why| metadata_error(at, path, format!("not a numpy file (.npy): {why}")))?;
-    let size = match dtype {
-        Dtype::Uint8 => 1,
-        Dtype::Uint16 => 2,
-        Dtype::Int32 => 4,
-    };
-    let expected = shape.iter().try_fold(size, |product: usize, &count| product.checked_mul(count));
+    let expected = shape.iter().try_fold(dtype.size(), |product: usize, &count| product.checked_mul(count));
     let found = bytes.len() - end;
     if expected != Some(found) {
         let message = format!(

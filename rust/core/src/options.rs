@@ -22,6 +22,15 @@ impl Dtype {
         }
     }
 
+    /// The bytes of one number.
+    pub(crate) const fn size(self) -> usize {
+        match self {
+            Self::Int32 => 4,
+            Self::Uint8 => 1,
+            Self::Uint16 => 2,
+        }
+    }
+
     /// The type with this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {

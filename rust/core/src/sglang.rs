@@ -134,6 +134,7 @@ impl Sglang {
         // Nothing below can fail.
         self.apply(data, fields, step, start, builder);
         builder.generation.clamped_logprobs += clamped;
+        builder.generation.max_tokens_per_event = builder.generation.max_tokens_per_event.max(step.new);
         match side {
             Some(side) => side.apply(step.new, builder),
             None if step.shape == Shape::Marker => {}

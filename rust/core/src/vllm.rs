@@ -131,6 +131,7 @@ impl Vllm {
         self.apply(data, fields, side, builder);
         let generation = &mut builder.generation;
         generation.clamped_logprobs += clamped;
+        generation.max_tokens_per_event = generation.max_tokens_per_event.max(new);
         if reason.is_some() {
             generation.finish_reason = reason;
             generation.matched = matched(data, fields);

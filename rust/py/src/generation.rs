@@ -5,6 +5,8 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use streamfold_core::{Matched, RoutedExperts};
 
+use crate::arrays::{float64_array, int32_array};
+
 /// A weight version, or None, and the tokens that it produced.
 type Span = (Option<String>, usize, usize);
 
@@ -74,6 +76,11 @@ pub(crate) struct Generation {
     /// The number of logprobs that are the engine's substitute for minus infinity (0 unless ``clamped="keep"``).
     #[pyo3(get)]
     clamped_logprobs: usize,
+    /// The most new tokens that one event of the stream had; 0 if none had tokens.
+    ///
+    /// More than one with speculative decoding, with a stream interval, and where the engine joined events.
+    #[pyo3(get)]
+    max_tokens_per_event: usize,
     /// The members of `meta` as JSON. They are parsed at the first access.
     raw_meta: Vec<(String, String)>,
     meta: PyOnceLock<Py<PyDict>>,
@@ -84,7 +91,8 @@ impl Generation {
     #[new]
     #[pyo3(signature = (token_ids, logprobs=None, *, text=None, finish_reason=None, matched=None, routed_experts=None,
                         padded_rows=0, top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None,
-                        cached_tokens=None, clamped_logprobs=0, meta=None))]
+                        cached_tokens=None, clamped_logprobs=0, max_tokens_per_event=0,
+                        meta=None))]
     #[allow(clippy::too_many_arguments, reason = "the fields of the contract")]
     fn new(
         py: Python<'_>,
@@ -101,6 +109,7 @@ impl Generation {
         prompt_tokens: Option<u64>,
         cached_tokens: Option<u64>,
         clamped_logprobs: usize,
+        max_tokens_per_event: usize,
         meta: Option<Py<PyDict>>,
     ) -> PyResult<Self> {
         let token_ids = int32_array("token_ids", token_ids)?;
@@ -128,6 +137,10 @@ impl Generation {
         }
         let routed_experts = routed_experts.map(|experts| checked_experts(experts.bind(py))).transpose()?;
         check_padded_rows(padded_rows, routed_experts.as_ref().map(|experts| experts.bind(py)))?;
+        if max_tokens_per_event > count {
+            let message = format!("max_tokens_per_event is {max_tokens_per_event}, but there are {count} token_ids");
+            return Err(PyValueError::new_err(message));
+        }
         let prompt_token_ids = prompt_token_ids.map(|ids| int32_array("prompt_token_ids", ids)).transpose()?;
         let given = PyOnceLock::new();
         if let Some(meta) = meta {
@@ -147,6 +160,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            max_tokens_per_event,
             raw_meta: Vec::new(),
             meta: given,
         })
@@ -208,6 +222,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            max_tokens_per_event,
             raw_meta: _,
             meta: _,
         } = self;
@@ -224,6 +239,7 @@ impl Generation {
         kwargs.set_item("prompt_tokens", prompt_tokens)?;
         kwargs.set_item("cached_tokens", cached_tokens)?;
         kwargs.set_item("clamped_logprobs", clamped_logprobs)?;
+        kwargs.set_item("max_tokens_per_event", max_tokens_per_event)?;
         kwargs.set_item("meta", self.meta(py)?)?;
         Ok((args, kwargs))
     }
@@ -252,6 +268,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            max_tokens_per_event,
             raw_meta: _,
             meta: _,
         } = self;
@@ -285,6 +302,9 @@ impl Generation {
         if *padded_rows > 0 {
             counts.push(format!("padded_rows={padded_rows}"));
         }
+        if *max_tokens_per_event > 1 {
+            counts.push(format!("max_tokens_per_event={max_tokens_per_event}"));
+        }
         counts.push(format!("clamped_logprobs={clamped_logprobs}, meta={} keys", self.meta(py)?.len()));
         let count = token_ids.bind(py).len();
         let lines = [ending, arrays, counts].map(|parts| parts.join(", "));
@@ -316,6 +336,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            max_tokens_per_event,
             meta,
         } = inner;
         let shape = expert_rows.zip(experts).map(|(rows, experts)| (rows, experts.num_layers, experts.top_k));
@@ -350,6 +371,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            max_tokens_per_event,
             raw_meta: meta,
             meta: PyOnceLock::new(),
         };
@@ -381,38 +403,6 @@ fn clipped(value: &Bound<'_, PyAny>) -> PyResult<String> {
         Some((end, _)) => format!("{}…", &repr[..end]),
         None => repr,
     })
-}
-
-/// A new int32 array of values that must not be negative.
-fn int32_array<'py>(name: &str, values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    if let Ok(array) = values.cast::<PyArray1<i32>>() {
-        let array = owned(array)?;
-        return match array.readonly().as_slice()?.iter().find(|&&value| value < 0) {
-            None => Ok(array),
-            Some(_) => Err(beyond_int32(name)),
-        };
-    }
-    let py = values.py();
-    let values: Vec<i64> = values.extract()?;
-    let narrowed = values.into_iter().map(|value| i32::try_from(value).ok().filter(|&value| value >= 0));
-    Ok(narrowed.collect::<Option<Vec<_>>>().ok_or_else(|| beyond_int32(name))?.into_pyarray(py))
-}
-
-fn beyond_int32(name: &str) -> PyErr {
-    PyValueError::new_err(format!("{name} must be integers in 0 … 2147483647"))
-}
-
-fn float64_array<'py>(values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<f64>>> {
-    if let Ok(array) = values.cast::<PyArray1<f64>>() {
-        return owned(array);
-    }
-    let py = values.py();
-    Ok(values.extract::<Vec<f64>>()?.into_pyarray(py))
-}
-
-/// A copy that is writable, aligned and in C order, also of a view and of read-only memory from a pickle.
-fn owned<'py, T: numpy::Element>(array: &Bound<'py, PyArray1<T>>) -> PyResult<Bound<'py, PyArray1<T>>> {
-    Ok(array.call_method1("copy", ("C",))?.cast_into()?)
 }
 
 /// Spans in order and within the tokens; gaps get a span without a version.

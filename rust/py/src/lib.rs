@@ -1,5 +1,6 @@
 //! The Python binding of `streamfold-core` and `streamfold-io`: signatures, conversions, exceptions. It has no logic of its own.
 
+mod arrays;
 mod errors;
 mod event;
 mod exchange;

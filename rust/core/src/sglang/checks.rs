@@ -60,6 +60,7 @@ pub(super) fn types(fields: &Fields) -> Result<(), EventError> {
         weight_versions: _,
         routed_experts,
         routed_experts_dtype: _,
+        routed_experts_start: _,
         top_p_ids: _,
         top_p_offsets: _,
         top_p_kept_ids: _,

@@ -43,6 +43,7 @@ pub(super) struct MetaFields {
     pub weight_versions: Field<Span>,
     pub routed_experts: Field<RawStr>,
     pub routed_experts_dtype: Field<RawStr>,
+    pub routed_experts_start: Field<u64>,
     pub top_p_ids: Field<Span>,
     pub top_p_offsets: Field<Span>,
     pub top_p_kept_ids: Field<Span>,

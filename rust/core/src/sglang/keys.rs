@@ -33,6 +33,7 @@ keys! {
         WeightVersions = "weight_versions": Meta,
         RoutedExperts = "routed_experts": Field,
         RoutedExpertsDtype = "routed_experts_dtype": Meta,
+        RoutedExpertsStart = "routed_experts_start_len": Meta,
         TopPIds = "top_p_token_ids": Field,
         TopPOffsets = "top_p_token_offsets": Field,
         TopPKeptIds = "top_p_kept_token_ids": Field,

@@ -118,6 +118,7 @@ impl Reader<'_> {
                 MetaKey::WeightVersions => meta.weight_versions = cursor.next_any(2)?,
                 MetaKey::RoutedExperts => cursor.next_string_field(2, &mut meta.routed_experts)?,
                 MetaKey::RoutedExpertsDtype => cursor.next_string_field(2, &mut meta.routed_experts_dtype)?,
+                MetaKey::RoutedExpertsStart => cursor.next_count(2, &mut meta.routed_experts_start)?,
                 MetaKey::TopPIds => meta.top_p_ids = cursor.next_any(2)?,
                 MetaKey::TopPOffsets => meta.top_p_offsets = cursor.next_any(2)?,
                 MetaKey::TopPKeptIds => meta.top_p_kept_ids = cursor.next_any(2)?,

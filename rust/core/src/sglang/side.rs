@@ -5,7 +5,7 @@ use crate::error::EventError;
 use crate::experts::{CheckedExperts, ExpertId, ExpertShape, RowCheck};
 use crate::field::Value;
 use crate::generation::{Generation, RoutedExperts, TopP};
-use crate::options::{Dtype, Options};
+use crate::options::{Dtype, Experts, Options};
 use crate::sglang::fields::Fields;
 use crate::sglang::keys::MetaKey;
 use crate::side::{Masks, Progress, SideData, sampling_mask, versions};
@@ -14,6 +14,7 @@ use crate::text::decode;
 
 const EXPERTS: &str = MetaKey::RoutedExperts.path();
 const DTYPE: &str = MetaKey::RoutedExpertsDtype.path();
+const START: &str = MetaKey::RoutedExpertsStart.path();
 const TOP_P_IDS: &str = MetaKey::TopPIds.path();
 const TOP_P_OFFSETS: &str = MetaKey::TopPOffsets.path();
 const MASK: &str = MetaKey::SamplingMask.path();
@@ -51,46 +52,116 @@ fn experts(
     let at = fields.meta.routed_experts.at();
     let prompt_tokens = fields.meta.prompt_tokens.get().or(generation.prompt_tokens);
     let shape = ExpertShape::of(options, prompt_tokens, progress.total(), at, EXPERTS)?;
-    let dtype = match fields.meta.routed_experts_dtype.value {
-        Value::Absent | Value::Null => {
-            // Older engines do not know the key that requests another dtype, and routers drop it: they send int32.
-            let is_int32 = shape.as_ref().is_some_and(|shape| {
-                let size = shape.numbers.checked_mul(size_of::<i32>()).filter(|&size| size > 0);
-                size.is_some() && base64_length(data, text) == size
-            });
-            options.experts.filter(|_| !is_int32).map_or(Dtype::Int32, |experts| experts.dtype)
+    let dtype = told_dtype(data, fields)?;
+    let (Some(asked), Some(shape)) = (options.experts, shape) else {
+        let ids = match dtype.unwrap_or(Dtype::Int32) {
+            Dtype::Int32 => RoutedExperts::Int32(base64_array(data, text, None, EXPERTS, |_| {})?),
+            Dtype::Uint8 => RoutedExperts::Uint8(base64_array(data, text, None, EXPERTS, |_| {})?),
+            Dtype::Uint16 => RoutedExperts::Uint16(base64_array(data, text, None, EXPERTS, |_| {})?),
+        };
+        return Ok(CheckedExperts { ids, rows: None, padded_rows: 0 });
+    };
+    let start = told_start(fields, options.experts_start)?;
+    let forms = forms(base64_length(data, text), dtype, asked, start, &shape);
+    let read = |form: Form| match form.dtype {
+        Dtype::Int32 => checked_array::<i32>(data, text, form, asked, &shape),
+        Dtype::Uint8 => checked_array::<u8>(data, text, form, asked, &shape),
+        Dtype::Uint16 => checked_array::<u16>(data, text, form, asked, &shape),
+    };
+    match forms[..] {
+        [first, second] => {
+            // As many bytes have the rows from the start on as int32, and all rows in the smaller dtype.
+            let largest = if second.dtype == Dtype::Uint8 { 255 } else { 65535 };
+            match read(first) {
+                Ok(CheckedExperts { ids: RoutedExperts::Int32(ids), .. })
+                    if ids.iter().any(|id| !(-1..=largest).contains(id)) =>
+                {
+                    read(second)
+                }
+                Ok(found) => Ok(found),
+                Err(error) => read(second).map_err(|_| error),
+            }
         }
+        [form, ..] => read(form),
+        [] => read(Form { dtype: dtype.unwrap_or(asked.dtype), is_whole: start == Some(true) }),
+    }
+}
+
+/// The dtype that the event names.
+fn told_dtype(data: &[u8], fields: &Fields) -> Result<Option<Dtype>, EventError> {
+    match fields.meta.routed_experts_dtype.value {
+        Value::Absent | Value::Null => Ok(None),
         Value::Is(raw) => {
             let name = decode(data, raw);
-            Dtype::from_name(&name).ok_or_else(|| {
-                metadata_error(raw.span.start(), DTYPE, format!("expected int32, uint8 or uint16, not {name:?}"))
-            })?
+            let unknown =
+                || metadata_error(raw.span.start(), DTYPE, format!("expected int32, uint8 or uint16, not {name:?}"));
+            Dtype::from_name(&name).map(Some).ok_or_else(unknown)
         }
-        Value::Wrong => {
-            return Err(metadata_error(fields.meta.routed_experts_dtype.at(), DTYPE, "expected a string"));
+        Value::Wrong => Err(metadata_error(fields.meta.routed_experts_dtype.at(), DTYPE, "expected a string")),
+    }
+}
+
+/// Whether the rows start at 0 instead of at the requested start, if the event tells where.
+fn told_start(fields: &Fields, requested: u64) -> Result<Option<bool>, EventError> {
+    let field = &fields.meta.routed_experts_start;
+    if field.is_wrong() {
+        return Err(metadata_error(field.at(), START, "expected an integer"));
+    }
+    match field.get() {
+        None => Ok(None),
+        Some(told) if told == requested => Ok(Some(false)),
+        Some(0) => Ok(Some(true)),
+        Some(told) => {
+            let message = format!("the rows start at {told}, but were requested from {requested} on");
+            Err(metadata_error(field.at(), START, message))
         }
+    }
+}
+
+/// How routed experts are sent.
+#[derive(Clone, Copy)]
+struct Form {
+    dtype: Dtype,
+    /// Whether all rows were sent, although later ones were requested.
+    is_whole: bool,
+}
+
+/// The forms that have as many bytes as were sent, the likeliest first.
+///
+/// Older engines do not know the key for another dtype, and send int32, or the key for the start, and send all rows.
+/// Routers drop both keys.
+fn forms(
+    bytes: Option<usize>,
+    dtype: Option<Dtype>,
+    asked: Experts,
+    start: Option<bool>,
+    shape: &ExpertShape,
+) -> Vec<Form> {
+    let wholes = if shape.rows_before == 0 { &[false][..] } else { &[false, true] };
+    let dtypes = match dtype {
+        Some(dtype) => &[dtype][..],
+        None if asked.dtype == Dtype::Int32 => &[Dtype::Int32],
+        None => &[Dtype::Int32, asked.dtype],
     };
-    let expected = shape.as_ref().map(|shape| (shape.numbers, shape.why.as_str()));
-    let mut check = options.experts.map(RowCheck::new);
-    let ids = match dtype {
-        Dtype::Int32 => RoutedExperts::Int32(checked_array(data, text, expected, check.as_mut())?),
-        Dtype::Uint8 => RoutedExperts::Uint8(checked_array(data, text, expected, check.as_mut())?),
-        Dtype::Uint16 => RoutedExperts::Uint16(checked_array(data, text, expected, check.as_mut())?),
+    let all = wholes.iter().flat_map(|&is_whole| dtypes.iter().map(move |&dtype| Form { dtype, is_whole }));
+    let fits = |form: &Form| {
+        let size = shape.numbers(form.is_whole).checked_mul(form.dtype.size()).filter(|&size| size > 0);
+        start.is_none_or(|is_whole| form.is_whole == is_whole) && size.is_some() && size == bytes
     };
-    let padded_rows = check.map_or(Ok(0), |check| check.finish(at, EXPERTS))?;
-    Ok(CheckedExperts { ids, rows: shape.map(|shape| shape.rows), padded_rows })
+    all.filter(fits).collect()
 }
 
 fn checked_array<T: ExpertId>(
     data: &[u8],
     text: RawStr,
-    expected: Option<(usize, &str)>,
-    check: Option<&mut RowCheck>,
-) -> Result<Vec<T>, EventError> {
-    match check {
-        Some(check) => base64_array(data, text, expected, EXPERTS, |ids| check.check_new(ids)),
-        None => base64_array(data, text, expected, EXPERTS, |_| {}),
-    }
+    form: Form,
+    asked: Experts,
+    shape: &ExpertShape,
+) -> Result<CheckedExperts, EventError> {
+    let mut check = RowCheck::new(asked);
+    let expected = Some((shape.numbers(form.is_whole), shape.why.as_str()));
+    let ids: Vec<T> = base64_array(data, text, expected, EXPERTS, |ids| check.check_new(ids))?;
+    shape.finish(ids, check, form.is_whole, text.span.start(), EXPERTS)
 }
 
 fn masks(data: &[u8], fields: &Fields, progress: Progress, len: usize) -> Result<Masks, EventError> {

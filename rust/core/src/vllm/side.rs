@@ -48,20 +48,20 @@ fn experts(
     let at = text.span.start();
     let array = base64_npy(data, text, EXPERTS)?;
     let shape = ExpertShape::of(options, prompt_tokens, total, at, EXPERTS)?;
-    let (Some(experts), Some(ExpertShape { rows, why, .. })) = (options.experts, shape) else {
+    let (Some(experts), Some(shape)) = (options.experts, shape) else {
         return Ok(CheckedExperts { ids: array.numbers, rows: None, padded_rows: 0 });
     };
+    let is_whole = array.shape.first().is_some_and(|&rows| rows != shape.rows);
+    let rows = if is_whole { shape.rows_before + shape.rows } else { shape.rows };
     if array.shape != [rows, experts.num_layers, experts.top_k] {
-        return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, expected {why}", array.shape)));
+        return Err(metadata_error(at, EXPERTS, format!("its shape is {:?}, expected {}", array.shape, shape.why)));
     }
-    let mut check = RowCheck::new(experts);
-    match &array.numbers {
-        RoutedExperts::Int32(ids) => check.check_new(ids),
-        RoutedExperts::Uint8(ids) => check.check_new(ids),
-        RoutedExperts::Uint16(ids) => check.check_new(ids),
+    let check = RowCheck::new(experts);
+    match array.numbers {
+        RoutedExperts::Int32(ids) => shape.finish(ids, check, is_whole, at, EXPERTS),
+        RoutedExperts::Uint8(ids) => shape.finish(ids, check, is_whole, at, EXPERTS),
+        RoutedExperts::Uint16(ids) => shape.finish(ids, check, is_whole, at, EXPERTS),
     }
-    let padded_rows = check.finish(at, EXPERTS)?;
-    Ok(CheckedExperts { ids: array.numbers, rows: Some(rows), padded_rows })
 }
 
 /// Masks hold only the new tokens.
