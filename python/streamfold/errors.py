@@ -4,9 +4,10 @@
 
     StreamfoldError                  .partial: the Generation received so far, or None
     ├── DecodeError (ValueError)     the stream breaks a rule of its dialect: .kind .offset .path (of the field)
-    ├── StreamTruncated              the body ended without a finish reason, and the client had not aborted
+    ├── StreamTruncated              the body ended without a finish reason, and the client had not aborted:
+    │                                .received .done
     ├── EngineError                  the engine refused, failed or could not be reached:
-    │                                .status .message .retryable .retry_after
+    │                                .status .code .message .retryable .retry_after
     └── EngineTimeout                no connection or no token in time: .phase
 
 All can be pickled, with their attributes. An abort is a result, never an exception.
@@ -86,14 +87,27 @@ class DecodeError(StreamfoldError, ValueError):
 
 
 class StreamTruncated(StreamfoldError):
-    """The body ended, cleanly or by a reset, before a finish reason, and the call was not aborted."""
+    """The body ended, cleanly or by a reset, before a finish reason, and the call was not aborted.
+
+    Attributes:
+        received: length of the body, in bytes.
+        done: whether the engine ended the stream itself, with ``[DONE]``.
+    """
+
+    def __init__(
+        self, message: str, *, received: int = 0, done: bool = False, partial: Generation | None = None
+    ) -> None:
+        super().__init__(message, partial=partial)
+        self.received = received
+        self.done = done
 
 
 class EngineError(StreamfoldError):
     """The engine refused or failed, by an HTTP status or an error event, or it could not be reached.
 
     Attributes:
-        status: the HTTP status, or the error event's code; None if there is none.
+        status: the HTTP status, or the error event's code; None if there is none. 500 for ``server_error``.
+        code: the name of the error in an error event, such as ``server_error``; None if it has none.
         message: the engine's error message.
         retryable: whether the same request may succeed later: 408, 429, 5xx, or no connection.
         retry_after: seconds to wait before a retry, as the engine demands (``Retry-After``); None if it does not.
@@ -104,6 +118,7 @@ class EngineError(StreamfoldError):
         message: str,
         *,
         status: int | None = None,
+        code: str | None = None,
         retryable: bool | None = None,
         retry_after: float | None = None,
         partial: Generation | None = None,
@@ -111,6 +126,7 @@ class EngineError(StreamfoldError):
         super().__init__(message if status is None else f"{message} (status {status})", partial=partial)
         self.message = message
         self.status = status
+        self.code = code
         self.retryable: bool = _is_retryable(status) if retryable is None else retryable
         self.retry_after = retry_after
 

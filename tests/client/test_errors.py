@@ -11,8 +11,8 @@ from streamfold import DecodeError, EngineError, EngineTimeout, Generation, Stre
 PARTIAL = Generation([1, 2], [-0.5, -0.25], text="ab")
 ERRORS = [
     DecodeError("bad", kind="length", offset=7, path="meta_info.x", partial=PARTIAL),
-    StreamTruncated("cut", partial=PARTIAL),
-    EngineError("full", status=503, partial=PARTIAL),
+    StreamTruncated("cut", received=12, done=True, partial=PARTIAL),
+    EngineError("full", status=503, code="server_error", partial=PARTIAL),
     EngineError("slow down", status=429, retry_after=7.0, partial=PARTIAL),
     EngineError("unreachable", retryable=True, partial=PARTIAL),
     EngineTimeout("slow", phase="next_token", partial=PARTIAL),

@@ -203,6 +203,13 @@ def test_json_comes_before_everything_and_an_error_object_before_the_schema() ->
         (b'{"error": {"message": "no such id", "type": "E", "param": null, "code": 400}}', "no such id", 400, False),
         (b'{"error": {"message": "list index out of range", "code": 500}}', "list index out of range", 500, True),
         (b'{"error": {"message": "later", "code": "503"}}', "later", 503, True),
+        (b'{"error": {"message": "gone", "type": "server_error", "code": "server_error"}}', "gone", 500, True),
+        (b'{"error": {"message": "gone", "type": "server_error"}}', "gone", 500, True),
+        (b'{"error": {"message": "gone", "code": "server_error"}}', "gone", 500, True),
+        (b'{"error": {"message": "gone", "type": "server_error", "code": 503}}', "gone", 503, True),
+        (b'{"error": "gone", "type": "server_error"}', "gone", 500, True),
+        (b'{"object": "error", "message": "gone", "code": "server_error"}', "gone", 500, True),
+        (b'{"error": {"message": "no", "type": "invalid_request_error", "code": "x"}}', "no", None, False),
         (b'{"error": "The model is currently scaling."}', "The model is currently scaling.", None, False),
         (b'{"object": "error", "message": "no", "code": 404}', "no", 404, False),
         (b'{"detail": "Not Found"}', "Not Found", None, False),
@@ -219,6 +226,19 @@ def test_an_error_event_is_an_engine_error_and_tokens_stay(
         error = folded.engine_error
         assert (error.message, error.status, error.retryable) == (message, status, retryable)
         assert (folded.reading.token_ids, folded.reading.finish_reason) == (tokens, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        (b'{"error": {"message": "no", "type": "T", "code": "c"}}', "c"),
+        (b'{"error": {"message": "no", "type": "T", "code": 500}}', "T"),
+        (b'{"error": {"message": "no", "type": null, "code": null}}', None),
+        (b'{"error": "no"}', None),
+    ],
+)
+def test_an_error_event_keeps_the_engine_s_name_of_the_error(told: bytes, code: str | None) -> None:
+    assert agreed(sse(told) + DONE, "vllm").engine_error.code == code
 
 
 def test_an_event_that_is_named_error_is_one_whatever_it_holds() -> None:

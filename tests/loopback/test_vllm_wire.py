@@ -133,9 +133,10 @@ def test_a_recorded_error_event_is_written_again_byte_for_byte() -> None:
 def test_an_error_event_of_the_python_frontend_is_ascii_with_spaces_and_of_the_rust_one_compact() -> None:
     assert VllmFormat().error_event("für", 503).isascii()
     assert b'"type": "ServiceUnavailableError", "param": null' in VllmFormat().error_event("x", 503)
-    assert b'{"error":{"message":"f\xc3\xbcr","type":"InternalServerError"' in VllmFormat(frontend="rust").error_event(
-        "für", 500
-    )
+    rust = VllmFormat(frontend="rust")
+    for status, name in ((500, b"server_error"), (503, b"server_error"), (400, b"invalid_request_error")):
+        told = b'{"error":{"message":"f\xc3\xbcr","type":"%b","param":null,"code":"%b"}}' % (name, name)
+        assert told in rust.error_event("für", status)
 
 
 # Replies of any kind, with text that is hard on readers of lines.

@@ -94,8 +94,9 @@ def refuse_if_error(event: Any, name: bytes, part: str) -> None:
     error = top.get("error")
     alone = part not in top and (top.get("detail") is not None or top.get("object") == "error")
     if name == b"error" or isinstance(error, dict | str) or alone:
-        codes = [status_of(place.get("code")) for place in (error, top) if isinstance(place, dict)]
-        raise Refused(next((code for code in codes if code is not None), None))
+        told = [place.get(key) for key in ("code", "type") for place in (error, top) if isinstance(place, dict)]
+        statuses = [*map(status_of, told), *(500 for name in told if name == "server_error")]
+        raise Refused(next((status for status in statuses if status is not None), None))
 
 
 def status_of(code: Any) -> int | None:

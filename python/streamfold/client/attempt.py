@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
 from streamfold.client.deadlines import Deadline
+from streamfold.client.request import replaced
 from streamfold.client.responses import error_from_response
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
 
@@ -40,6 +41,9 @@ class AttemptOwner(Protocol):
 
     def check_abort(self) -> bool:
         """Whether no request may leave any more. Calls :meth:`Attempt.abort` first if a flag of the host says so."""
+
+    def is_host_aborting(self) -> bool:
+        """Whether a flag of the host says so. Nothing is aborted for that."""
 
     def on_over(self) -> None:
         """Nothing more is sent or read. Called once."""
@@ -95,6 +99,7 @@ class Attempt:
         self._is_settled = False
         self._told_over = False
         self._is_finished = False  # the terminal event was received
+        self._lacks_abort = False  # an abort ended the stream in another way than by a terminal event
         # For the abort request, which may have to be repeated: made when it is sent.
         self._when_finished: asyncio.Future[None] | None = None  # resolved by the terminal event
         self._when_responded: asyncio.Future[None] | None = None  # ... once headers were received, or never will be
@@ -150,7 +155,10 @@ class Attempt:
     def take(self) -> Generation:
         """Return what was received. Nothing more is parsed afterwards."""
         if self._generation is None:
-            self._generation = generation = self._request.nothing() if self._exchange is None else self._exchange.take()
+            generation = self._request.nothing() if self._exchange is None else self._exchange.take()
+            if self._lacks_abort:
+                generation = replaced(generation, finish_reason="abort")
+            self._generation = generation
             if isinstance(self.error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
                 self.error = None  # the terminal event arrived during the abort
         return self._generation
@@ -296,7 +304,18 @@ class Attempt:
         self._on(Event.OVERRUN)
 
     def _on_error(self, error: StreamfoldError) -> None:
+        if self._is_aborted_by_others(error):
+            self._lacks_abort = True
+            self._on_finished(None)
+            return
         self._fail(Event.ERROR_EVENT if isinstance(error, EngineError) else Event.DECODE_ERROR, error)
+
+    def _is_aborted_by_others(self, error: StreamfoldError) -> bool:
+        """Whether this is how the engine ends a stream that was aborted, by us or the host, with all others."""
+        if self._state not in (State.WAITING, State.STREAMING) or not self._control.engine.may_be_abort(error):
+            return False
+        is_host_aborting = self._owner is not None and self._owner.is_host_aborting()
+        return is_host_aborting or self._control.may_have_ended(self.sent_at)
 
     def _on_failed(self, failure: Failure) -> None:
         self._failure = failure

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
@@ -34,6 +36,7 @@ _WORKERS_TTL = 10.0  # seconds; routers gain and lose workers
 _FAILED_WORKERS_TTL = 1.0
 _FIND_SECONDS = 0.25  # between two questions to a router that does not list its workers
 _NO_ROUTER = (404, 405)
+_LATE_SECONDS = 1.0  # after an abort of all, in which the end of a stream may still be on its way
 
 
 class EngineControl:
@@ -61,6 +64,8 @@ class EngineControl:
         self._warned_sweep: dict[str, str] = {}  # workers that were not seen idle, and the reason that was logged
         self._missing: set[tuple[str, str]] = set()  # workers, and paths that they do not have
         self._closed = False
+        self._sweeping = 0  # aborts of all that are under way
+        self._swept_at = -math.inf  # by time.monotonic()
 
     def send_abort(
         self, rid: str, *, done: asyncio.Future[None], responded: asyncio.Future[None], has_tokens: bool
@@ -89,6 +94,23 @@ class EngineControl:
         Returns:
             Whether it is known which workers there are, and each was seen idle. If not, the log says why.
         """
+        self._sweeping += 1
+        try:
+            return await self._sweep_all(seconds)
+        finally:
+            self._sweeping -= 1
+            self._swept_at = time.monotonic()
+
+    def may_have_ended(self, sent_at: float) -> bool:
+        """Whether an abort of all, under way or just over, may have ended a request that was sent at that time.
+
+        Args:
+            sent_at: by ``time.monotonic()``.
+        """
+        was_there = sent_at <= self._swept_at and time.monotonic() < self._swept_at + _LATE_SECONDS
+        return self._sweeping > 0 or was_there
+
+    async def _sweep_all(self, seconds: float) -> bool:
         deadline = self._loop.time() + seconds
         sweeps: dict[str, Sweep] = {}
         tasks: dict[str, asyncio.Task[None]] = {}

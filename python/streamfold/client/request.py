@@ -6,17 +6,16 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamfold._core import Parser
+from streamfold._core import Generation, Parser
 from streamfold.client.drivers.base import HttpRequest
 
 if TYPE_CHECKING:
-    from streamfold._core import Generation
     from streamfold.client.drivers.base import Fields
     from streamfold.client.limits import Timeouts
     from streamfold.client.urls import BaseUrl
     from streamfold.engines.base import EngineSpec, RequestOptions
 
-__all__ = ["CallRequest", "new_rid"]
+__all__ = ["CallRequest", "new_rid", "replaced"]
 
 _MAX_OVERRUN = 256  # tokens past max_new_tokens, after which an engine floods
 
@@ -24,6 +23,12 @@ _MAX_OVERRUN = 256  # tokens past max_new_tokens, after which an engine floods
 def new_rid() -> str:
     """A request id that no other call has: 32 random hex digits."""
     return os.urandom(16).hex()
+
+
+def replaced(generation: Generation, **fields: Any) -> Generation:  # noqa: ANN401  # the fields of a generation
+    """A copy of a generation with other values of some fields. Its arrays are the same."""
+    args, kwargs = generation.__getnewargs_ex__()  # all that makes a generation, as for a pickle
+    return Generation(*args, **{**kwargs, **fields})
 
 
 @dataclass(kw_only=True)

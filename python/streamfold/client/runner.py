@@ -281,15 +281,17 @@ class CallRunner:
 
     def check_abort(self) -> bool:
         """Whether no request may leave any more. Reads the host's flag, and aborts the call if it is set."""
-        if self._host_abort is not None and not self._is_aborting and not self.ended.done():
-            try:
-                is_set = self._host_abort.is_set()
-            except Exception as error:  # noqa: BLE001  # of any type: it is the host's
-                self._fail(error)
-            else:
-                if is_set:
-                    self.abort_soon()
+        if not self._is_aborting and not self.ended.done() and self.is_host_aborting():
+            self.abort_soon()
         return self._is_aborting
+
+    def is_host_aborting(self) -> bool:
+        """Read the host's flag; if that raises, the call fails with it."""
+        try:
+            return self._host_abort is not None and self._host_abort.is_set()
+        except Exception as error:  # noqa: BLE001  # of any type: it is the host's
+            self._fail(error)
+            return False
 
     def _fail(self, error: Exception) -> None:
         """The host's flag cannot be read."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from streamfold._core import Experts
+    from streamfold.errors import StreamfoldError
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
     Ids = npt.NDArray[np.int32]
@@ -204,6 +205,11 @@ class EngineSpec(ABC):
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
         """Whether side data was requested that only the terminal event carries, so that an abort has to drain."""
         del payload
+        return False
+
+    def may_be_abort(self, error: StreamfoldError) -> bool:
+        """Whether a stream that somebody has aborted may end with this error, instead of a terminal event."""
+        del error
         return False
 
     def hint(self, status: int) -> str:

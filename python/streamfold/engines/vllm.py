@@ -15,12 +15,13 @@ from streamfold.engines.base import (
     read_json,
     with_extra,
 )
-from streamfold.errors import EngineError, quote
+from streamfold.errors import EngineError, StreamTruncated, quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from streamfold.engines.base import Ids, Post, RequestOptions
+    from streamfold.errors import StreamfoldError
 
 __all__ = ["Vllm", "VllmCompletions"]
 
@@ -101,6 +102,13 @@ class Vllm(EngineSpec):
             if value is not None and known != "custom_params" and not keeps_all:
                 params[known] = value
         return {**params, "n": 1}
+
+    def may_be_abort(self, error: StreamfoldError) -> bool:
+        """``[DONE]`` alone (``/inference/v1/generate`` up to 0.31, ``/v1/completions`` up to 0.32); a server error of
+        the Rust frontend.
+        """
+        is_done = isinstance(error, StreamTruncated) and error.done
+        return is_done or (isinstance(error, EngineError) and error.code == "server_error")
 
     def headers(self, rid: str) -> dict[str, str]:
         """The request id; vLLM prefers the header to the payload's."""

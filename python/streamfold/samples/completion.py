@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
-from streamfold._core import Generation
 from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
+from streamfold.client.request import replaced
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.experts import kept_rows
@@ -24,6 +24,7 @@ from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform, has_generated
 
 if TYPE_CHECKING:
+    from streamfold._core import Generation
     from streamfold._types import SampleLike, Tokenizer
     from streamfold.client.client import Client
 
@@ -346,7 +347,7 @@ class _Completion:
         error, was_aborted = outcome.error, outcome.was_aborted or self._client_abort.is_set()
         if self._host_abort.is_set():
             was_aborted = True
-            if isinstance(error, StreamTruncated):  # how vLLM up to 0.31 ends a stream that was aborted
+            if isinstance(error, StreamTruncated):  # the host may have ended the engine itself
                 error = None
         is_unexpected_abort = error is None and outcome.generation.finish_reason == "abort" and not was_aborted
         if is_unexpected_abort and self._options.resume_aborts:
@@ -434,7 +435,4 @@ class _Completion:
 
 def _without_experts(generation: Generation) -> Generation:
     """A copy without routed experts, which were not requested: samples then have no place for them."""
-    if generation.routed_experts is None:
-        return generation
-    args, kwargs = generation.__getnewargs_ex__()  # all that makes a generation, as for a pickle
-    return Generation(*args, **{**kwargs, "routed_experts": None})
+    return generation if generation.routed_experts is None else replaced(generation, routed_experts=None)

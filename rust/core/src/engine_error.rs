@@ -29,41 +29,55 @@ impl ErrorFields {
         self.error.get().filter(|value| matches!(data[value.start()], b'{' | b'"'))
     }
 
-    /// The message and the status that the event reports.
+    /// The message, the status and the name that the event reports.
     pub(crate) fn engine_error(&self, data: &[u8]) -> EngineError {
-        let outer = (self.message.get(), self.code.get());
-        let (message, code) = match (self.error(data), self.detail.get()) {
-            (Some(error), _) if data[error.start()] == b'{' => {
-                let (message, code) = members(data, error);
-                (message, code.or(outer.1))
-            }
-            (Some(error), _) => (Some(error), outer.1),
-            (None, Some(detail)) => (Some(detail), outer.1),
-            (None, None) => outer,
+        let error = self.error(data);
+        let inner = error.filter(|error| data[error.start()] == b'{').map(|error| members(data, error, 2));
+        let message = match (error, &inner, self.detail.get()) {
+            (Some(_), Some(inner), _) => inner.message,
+            (None, _, Some(value)) | (Some(value), None, _) => Some(value),
+            (None, _, None) => self.message.get(),
         };
-        let message = match message.or(self.error(data)) {
+        let message = match message.or(error) {
             Some(value) => label(data, value),
             None => String::from_utf8_lossy(data).into_owned(),
         };
-        let digits = code.map(|code| label(data, code)).filter(|code| code.bytes().all(|byte| byte.is_ascii_digit()));
-        let status = digits.and_then(|code| code.parse().ok());
-        EngineError { message, status }
+        let inner = inner.unwrap_or_default();
+        let kind = members(data, Span::new(0, data.len()), 1).kind;
+        let told = [inner.code, self.code.get(), inner.kind, kind].into_iter().flatten();
+        let (numbers, names): (Vec<_>, Vec<_>) = told
+            .filter(|value| matches!(data[value.start()], b'"' | b'0'..=b'9'))
+            .map(|value| label(data, value))
+            .partition(|word| word.bytes().all(|byte| byte.is_ascii_digit()));
+        let status = numbers.iter().find_map(|number| number.parse().ok());
+        // vLLM's Rust frontend tells no number.
+        let is_server_error = names.iter().any(|name| name == "server_error");
+        EngineError { message, status: status.or(is_server_error.then_some(500)), code: names.into_iter().next() }
     }
 }
 
-/// `message` and `code` of an error object.
-fn members(data: &[u8], object: Span) -> (Option<Span>, Option<Span>) {
+/// What an error object tells, each as it stands there.
+#[derive(Default)]
+struct Members {
+    message: Option<Span>,
+    code: Option<Span>,
+    kind: Option<Span>,
+}
+
+/// The members of an error object. Its values stand at this depth.
+fn members(data: &[u8], object: Span, depth: u32) -> Members {
     let mut cursor = Cursor::over(data, object);
-    let (mut message, mut code) = (None, None);
+    let mut found = Members::default();
     let mut key = cursor.next_object();
     while let Ok(Some(raw)) = key {
-        let Ok(value) = cursor.skip_value(2) else { break };
+        let Ok(value) = cursor.skip_value(depth) else { break };
         match decode(data, raw).as_str() {
-            "message" => message = Some(value),
-            "code" => code = Some(value),
+            "message" => found.message = Some(value),
+            "code" => found.code = Some(value),
+            "type" => found.kind = Some(value),
             _ => {}
         }
         key = cursor.next_member();
     }
-    (message, code)
+    found
 }

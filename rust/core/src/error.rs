@@ -76,6 +76,8 @@ pub struct EngineError {
     pub message: String,
     /// The HTTP status in the error, if it has one.
     pub status: Option<u16>,
+    /// The engine's name of the error, such as `server_error`, if it has one.
+    pub code: Option<String>,
 }
 
 /// All errors of [`Parser`](crate::Parser).
@@ -91,6 +93,8 @@ pub enum Error {
         bytes: u64,
         /// The number of tokens received.
         tokens: usize,
+        /// Whether the engine ended the stream itself, with `[DONE]`.
+        is_done: bool,
     },
 }
 
@@ -99,7 +103,7 @@ impl fmt::Display for Error {
         match self {
             Self::Parse(error) => error.fmt(f),
             Self::Engine(error) => f.write_str(&error.message),
-            Self::Truncated { bytes, tokens } => write!(
+            Self::Truncated { bytes, tokens, .. } => write!(
                 f,
                 "the stream ended after {bytes} bytes without a finish reason; {tokens} tokens are kept, resume from them"
             ),

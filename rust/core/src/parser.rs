@@ -133,7 +133,8 @@ impl Parser {
         if self.finished() || aborted {
             return Ok(());
         }
-        self.keep_error(Err(Error::Truncated { bytes: self.framer.position(), tokens: self.token_count() }))
+        let (bytes, tokens, is_done) = (self.framer.position(), self.token_count(), self.done());
+        self.keep_error(Err(Error::Truncated { bytes, tokens, is_done }))
     }
 
     fn finish(&mut self) -> Result<(), Error> {

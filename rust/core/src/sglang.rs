@@ -236,10 +236,10 @@ fn finish_error(data: &[u8], finish: &Finish) -> Option<EngineError> {
         && decode(data, raw) == "NaN happened"
     {
         let message = "the engine computed NaN logits and sampled a stop token instead".to_owned();
-        return Some(EngineError { message, status: None });
+        return Some(EngineError { message, status: None, code: None });
     }
     let status = finish.status.get().and_then(|status| u16::try_from(status).ok());
     let status = status.filter(|status| (400..600).contains(status) && finish.reason == Some(FinishReason::Abort))?;
     let message = finish.message.map_or_else(|| "the engine aborted the request".to_owned(), |raw| decode(data, raw));
-    Some(EngineError { message, status: Some(status) })
+    Some(EngineError { message, status: Some(status), code: None })
 }

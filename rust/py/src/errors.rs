@@ -34,9 +34,14 @@ fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         }
         Error::Engine(error) => {
             attributes.set_item("status", error.status)?;
+            attributes.set_item("code", error.code.as_deref())?;
             (ENGINE.import(py, MODULE, "EngineError")?, error.message.clone())
         }
-        Error::Truncated { .. } => (TRUNCATED.import(py, MODULE, "StreamTruncated")?, error.to_string()),
+        Error::Truncated { bytes, is_done, .. } => {
+            attributes.set_item("received", bytes)?;
+            attributes.set_item("done", is_done)?;
+            (TRUNCATED.import(py, MODULE, "StreamTruncated")?, error.to_string())
+        }
     };
     Ok(PyErr::from_value(class.call((message,), Some(&attributes))?))
 }

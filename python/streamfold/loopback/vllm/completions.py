@@ -29,7 +29,7 @@ class CompletionWriter(VllmWriter):
 
     @property
     def _is_dropped(self) -> bool:
-        return False
+        return not self.reply.token_ids and self._format.release < (0, 33)  # taken for a part of the prefill
 
     def whole(self, model: str) -> Frame:
         """Return the body of an unstreamed reply, as an object."""

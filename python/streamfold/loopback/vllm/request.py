@@ -79,8 +79,14 @@ class VllmRequest(EngineRequest):
         return self._format.error_event(message, status)
 
     def abort_now(self) -> None:
-        """Abort without another step. All sampled tokens are sent: the frontend has them, it only holds some back."""
+        """Abort without another step. All sampled tokens are sent: the frontend has them, it only holds some back.
+
+        The Rust frontend sends what waits, and an error: the engine core has closed the stream of the request.
+        """
         reply = self.reply
+        if self._config.rust:
+            self.fail(f"request output stream for `{reply.rid}` closed unexpectedly")
+            return
         reply.finish = wire.aborted()
         self._text.close()
         if reply.pieces and self._known == len(reply.token_ids):

@@ -58,19 +58,25 @@ class VllmFormat(WireFormat):
 
     def error_event(self, message: str, code: int = 400, param: str | None = None) -> bytes:
         """Return the stream event that reports an error instead of tokens."""
-        error = error_object(message, code, param=param)
+        error = _rust_error(message, code, param) if self.rust else error_object(message, code, param=param)
         # The Python frontend writes this event with the standard library's json: with spaces, and in ASCII.
         return b"data: " + (orjson.dumps(error) if self.rust else json.dumps(error).encode()) + b"\n\n"
 
     def http_error(self, message: str, status: int) -> Frame:
         """Return the body of a response with an HTTP error status."""
-        return error_object(message, status)
+        return _rust_error(message, status) if self.rust else error_object(message, status)
 
 
 def error_object(message: str, code: int, *, kind: str | None = None, param: str | None = None) -> Frame:
     """Return the object that reports an error; ``kind`` is its type, by default that of the code."""
     kind = _ERROR_TYPES.get(code, "InternalServerError") if kind is None else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _rust_error(message: str, code: int, param: str | None = None) -> Frame:
+    """Return the object of the Rust frontend, which has one of two names in place of a number."""
+    kind = "server_error" if code >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
 
 
 @dataclass(frozen=True, kw_only=True)
