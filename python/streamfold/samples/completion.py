@@ -19,6 +19,7 @@ from streamfold.errors import DecodeError, EngineError, EngineTimeout, Streamfol
 from streamfold.samples.experts import kept_rows
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
+from streamfold.samples.repeats import Repeats
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform, has_generated
@@ -117,7 +118,8 @@ async def complete(
     long as a call has received no token, the client itself retries it. After that ``resume`` decides what follows a
     truncated or damaged stream, a timeout, a retryable error and an abort by the engine. Each resume is logged and
     counted in ``metadata["streamfold_resumed"]``; ``client.retries`` limits their number and gives the backoff before
-    each.
+    each. Three calls in a row whose streams are damaged in the same way, with fewer than 16 tokens each, are the last
+    ones; the second is logged as a warning.
 
     A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. If the engine sends the prompt's ids
     (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is
@@ -148,8 +150,8 @@ async def complete(
         host aborted it, or the engine did and ``options.resume_aborts`` is False.
 
     Raises:
-        StreamfoldError: the last retry failed, or the engine would refuse another one (4xx), or requested side data
-            was not received. The sample is ABORTED and can be resumed.
+        StreamfoldError: the last retry failed, or the engine would refuse another one (4xx), or damage repeats itself,
+            or requested side data was not received. The sample is ABORTED and can be resumed.
         ValueError: the request is invalid, or what was received does not fit the sample.
         asyncio.CancelledError: this was cancelled. What was received is in the sample, which is ABORTED, unless the
             engine finished it first.
@@ -229,6 +231,7 @@ class _Completion:
         self._args = args
         self._calls_left = self._retries.tries
         self._failures = 0  # of calls in a row that have received no token
+        self._repeats = Repeats()
         self._turn = Turn(
             sample=sample,
             params=self._params,
@@ -356,6 +359,10 @@ class _Completion:
         return _Outcome(outcome.generation, error, was_aborted)
 
     def _may_resume(self, outcome: _Outcome) -> bool:
+        """Whether another call may follow. Once for each call: some damage counts."""
+        tokens = len(outcome.generation.token_ids)
+        if not outcome.was_aborted and self._repeats.give_up(outcome.error, tokens, self._sample.index):
+            return False
         has_budget = self._turn.tokens_left is not None  # otherwise it is not known what is left
         return outcome.is_resumable and has_budget and self._resume != "raise" and self._calls_left > 0
 
