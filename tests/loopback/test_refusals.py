@@ -113,6 +113,17 @@ def test_an_unknown_sampling_parameter_is_refused_by_whoever_looks_first() -> No
             assert isinstance(refused.json["error"], str)
 
 
+def test_0_5_15_breaks_off_at_an_unknown_sampling_parameter_without_a_byte() -> None:
+    params = {"sampling_params": {"max_tokens": 1}, "input_ids": [1]}
+    with Loopback(version="0.5.15.post1") as engine:
+        with httpx.stream("POST", f"{engine.url}/generate", json={**params, "stream": True}) as answer:
+            assert answer.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+                answer.read()
+        assert httpx.post(f"{engine.url}/generate", json=params).status_code == 500
+        assert len(generate(engine).ids) == 20
+
+
 def test_parameters_without_effect_and_nulls_are_taken() -> None:
     with Loopback() as engine:
         params = {"logit_bias": {"3": 1.0}, "stop": None, "top_p": None}

@@ -7,14 +7,16 @@ and aborts become events, and the table's actions are executed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
 from streamfold.client.deadlines import Deadline
+from streamfold.client.limits import Default
 from streamfold.client.request import replaced
-from streamfold.client.responses import error_from_response
+from streamfold.client.responses import error_from_response, is_duplicate_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from streamfold.client.request import CallRequest
 
 __all__ = ["Attempt", "AttemptOwner"]
+
+_logger = logging.getLogger("streamfold")
 
 # After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
 _REST_SECONDS = 1.0
@@ -106,6 +110,7 @@ class Attempt:
 
         self._phase: _Phase | None = None
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
+        self._is_extended = False  # the time to the first token
         self._drain = 0.0
         self._abort_timer: asyncio.Handle | None = None  # of the reply to the abort request, then of the drain
         self._abort_timer_at = math.inf
@@ -308,7 +313,10 @@ class Attempt:
             self._lacks_abort = True
             self._on_finished(None)
             return
-        self._fail(Event.ERROR_EVENT if isinstance(error, EngineError) else Event.DECODE_ERROR, error)
+        # Where the engine has the client's own id twice, a router has sent the request again: the first one runs on.
+        runs_on = is_duplicate_rid(error) and self.rid != self._request.given_rid
+        is_last_word = isinstance(error, EngineError) and not runs_on
+        self._fail(Event.ERROR_EVENT if is_last_word else Event.DECODE_ERROR, error)
 
     def _is_aborted_by_others(self, error: StreamfoldError) -> bool:
         """Whether this is how the engine ends a stream that was aborted, by us or the host, with all others."""
@@ -379,11 +387,36 @@ class Attempt:
             self._on(Event.REST_EXPIRED)
         elif self._phase == "next_token" and self._move_deadline():
             return
+        elif self._phase == "first_token" and isinstance(self._timeouts.first_token, Default) and not self._is_extended:
+            self._extend(self._timeouts.first_token)
         elif self._phase is not None:
-            limit = getattr(self._timeouts, self._phase)
-            awaited = self._phase.replace("_", " ")
-            error = EngineTimeout(f"no {awaited} within {limit:g} s (Timeouts.{self._phase})", phase=self._phase)
-            self._fail(Event.TOKEN_EXPIRED, error)
+            self._time_out(self._phase)
+
+    def _time_out(self, phase: Literal["first_token", "next_token"]) -> None:
+        limit, awaited = getattr(self._timeouts, phase), phase.replace("_", " ")
+        since = time.monotonic() - self.sent_at
+        more = f", extended once: {since:.0f} s" if self._is_extended and since > 1.5 * limit else ""
+        error = EngineTimeout(f"no {awaited} within {limit:g} s (Timeouts.{phase}{more})", phase=phase)
+        self._fail(Event.TOKEN_EXPIRED, error)
+
+    def _extend(self, seconds: float) -> None:
+        """Wait as long again, unless no request waits at the engine."""
+        self._is_extended = True
+        self._set_phase("first_token", seconds)
+        self._control.ask_for_queue(self._on_queue)
+
+    def _on_queue(self, has_queue: bool) -> None:  # noqa: FBT001  # the answer
+        if self._phase != "first_token" or self._is_over or self._state in ABORTING:
+            return
+        if has_queue:
+            seconds = self._timeouts.first_token
+            _logger.warning(
+                "no first token of request %s in %g s: requests wait at the engine, as long again is waited",
+                self.rid,
+                seconds,
+            )
+        else:
+            self._time_out("first_token")
 
     def _set_abort_timer(self, event: Event, seconds: float) -> None:
         self._stop_abort_timer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from streamfold._types import Tokenizer
     from streamfold.client.drivers.base import Fields
     from streamfold.client.session import Running
-    from streamfold.engines.base import TokenIds
+    from streamfold.engines.base import EngineSpec, TokenIds
 
 __all__ = ["Client"]
 
+_logger = logging.getLogger("streamfold")
 _BODY_HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}  # nobody may replace them
 
 
@@ -112,6 +114,7 @@ class Client:
             tokenizer=tokenizer,
         )
         self._retry_log = RetryLog()
+        self._warned_params: set[str] = set()
         self._session: Session | None = None
 
     def __client_internals__(self) -> ClientInternals:
@@ -184,7 +187,7 @@ class Client:
             sampling_params: the engine's own. Read now, never changed. With ``max_new_tokens`` 0 the call gives an
                 empty generation with finish reason ``"length"``, and no request is sent.
             rid: request id of the first try. None, and for each retry: 32 new hex digits. Engines abort by prefix, so
-                give ids of equal length.
+                give ids of equal length. One that is in use at the engine fails the call.
             logprobs: whether to request the logprob of each sampled token.
             top_p: whether to request the ids that each token was sampled from (top-p replay).
             prompt_token_ids: whether to request the prompt's token ids, for prompts that are text (SGLang 0.5.13, vLLM
@@ -212,6 +215,7 @@ class Client:
             extra=extra,
         )
         request = self._request(input_ids, sampling_params, options, headers)
+        request.given_rid = rid
         runner = session.runner(
             request,
             None if aborted is None else AbortSignal.of(aborted),
@@ -237,6 +241,7 @@ class Client:
         if not 0 <= options.experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
         budget = engine.budget(sampling_params)
+        self._warn_of_unknown(engine, sampling_params)
         payload = engine.payload(ids, sampling_params, options)
         with_fields((), engine.headers(options.rid))  # a caller's id may be none that a header can hold
         return CallRequest(
@@ -252,6 +257,16 @@ class Client:
             clamped=self._clamped,
             max_event_bytes=self._limits.max_event_bytes,
         )
+
+    def _warn_of_unknown(self, engine: EngineSpec, sampling_params: Mapping[str, Any]) -> None:
+        for name in engine.unknown_params(sampling_params):
+            if name not in self._warned_params:
+                self._warned_params.add(name)
+                _logger.warning(
+                    "%s has no sampling parameter %r in any release known here, and may refuse it, fail or ignore it",
+                    engine.name,
+                    name,
+                )
 
     async def generate(
         self,

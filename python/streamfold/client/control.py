@@ -20,7 +20,7 @@ from streamfold.client.urls import normalize_base_url
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from streamfold.client.control_requests import ControlRequests
     from streamfold.engines.base import EngineSpec, Post
@@ -64,6 +64,7 @@ class EngineControl:
         self._warned_sweep: dict[str, str] = {}  # workers that were not seen idle, and the reason that was logged
         self._missing: set[tuple[str, str]] = set()  # workers, and paths that they do not have
         self._closed = False
+        self._queue_task: asyncio.Task[bool] | None = None
         self._sweeping = 0  # aborts of all that are under way
         self._swept_at = -math.inf  # by time.monotonic()
 
@@ -85,6 +86,17 @@ class EngineControl:
             EngineError: no worker can be reached, or one that can be does not report its load.
         """
         return await asyncio.shield(self._spawn(self._total_load()))
+
+    def ask_for_queue(self, on_answer: Callable[[bool], object]) -> None:
+        """Call ``on_answer`` with whether requests wait at any worker. Those who ask meanwhile share one question."""
+        if self._queue_task is None or self._queue_task.done():
+            self._queue_task = self._spawn(self._has_queue())
+        self._queue_task.add_done_callback(
+            lambda task: on_answer(not task.cancelled() and task.exception() is None and task.result())
+        )
+
+    async def _has_queue(self) -> bool:
+        return await self._loads.has_queue(self.engine, await self.workers())
 
     async def abort_all(self, seconds: float) -> bool:
         """Abort every request of every worker, those of other clients too, for ``seconds`` at most, until all are idle.

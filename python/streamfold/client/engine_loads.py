@@ -61,6 +61,18 @@ class EngineLoads:
         self._left_out = set(dead)
         return total
 
+    async def has_queue(self, engine: EngineSpec, workers: Sequence[str]) -> bool:
+        """Whether requests wait at any worker that tells it."""
+        asking = [self._waiting(engine, worker) for worker in workers]
+        return any(await asyncio.gather(*asking))
+
+    async def _waiting(self, engine: EngineSpec, worker: str) -> int:
+        for path in engine.loads:
+            with contextlib.suppress(EngineError):
+                if waiting := engine.read_waiting(await self._requests.send("GET", worker, path)):
+                    return waiting
+        return 0
+
     async def of(self, engine: EngineSpec, worker: str, stop: AbortSignal | None = None) -> int:
         """Requests that run or wait at one worker.
 

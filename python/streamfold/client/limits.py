@@ -9,9 +9,18 @@ import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 
-__all__ = ["Limits", "Retries", "Slots", "Timeouts", "check_seconds"]
+__all__ = ["Default", "Limits", "Retries", "Slots", "Timeouts", "check_seconds"]
 
 _MAX_RETRY_AFTER = 600.0  # seconds
+
+
+class Default(float):
+    """A number of seconds that nobody has set: equal to any other float of its value."""
+
+    __slots__ = ()
+
+
+_FIRST_TOKEN = Default(600.0)
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,8 @@ class Timeouts:
     Attributes:
         connect: to open the connection, and again to agree on TLS. None: as long as the operating system allows.
         first_token: from sending the request to the first token, headers included. It has to cover the engine's
-            queue and prefill. None: no limit.
+            queue and prefill. None: no limit. If it is left out, and requests wait at the engine when it has passed,
+            it is extended once, to twice its length, which is logged.
         next_token: from one token to the next. Comments and events that bring no token do not count. None: no limit.
         drain: how long an abort reads on for side data (routed experts, top-p), which only the terminal event carries.
             vLLM's weight versions are waited for too, for 0.1 s at most.
@@ -31,7 +41,7 @@ class Timeouts:
     """
 
     connect: float | None = 10.0
-    first_token: float | None = 600.0
+    first_token: float | None = _FIRST_TOKEN
     next_token: float | None = 300.0
     drain: float = 2.0
 
@@ -67,7 +77,9 @@ class Limits:
 class Retries:
     """Retries of calls that fail before their first token, and resumes of samples: how often, with which backoff.
 
-    Retried are timeouts, refused or reset connections, truncated streams, and the statuses 408, 429 and 5xx.
+    Retried are timeouts, refused or reset connections, truncated streams, the statuses 408, 429 and 5xx, and a refusal
+    because the request id is in use, unless the caller gave it. A call that got three empty replies with status 200 is
+    not retried any more if another call of the client has succeeded since its first try.
 
     Attributes:
         tries: requests of one call at most, the first one included; also calls of one sample at most in ``complete()``.

@@ -47,6 +47,7 @@ class CallRequest:
         timeouts: of the phases of a try.
         clamped: what to do with clamped logprobs, as of :class:`~streamfold.Client`.
         max_event_bytes: the longest event that is parsed.
+        given_rid: the request id that the caller gave for the first try; None: all are the client's own.
     """
 
     engine: EngineSpec
@@ -60,6 +61,7 @@ class CallRequest:
     timeouts: Timeouts
     clamped: Literal["raise", "keep"]
     max_event_bytes: int
+    given_rid: str | None = None
 
     def __post_init__(self) -> None:
         options = self.options

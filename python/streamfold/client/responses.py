@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
     from streamfold.client.drivers.base import Head
 
-__all__ = ["error_from_response", "error_message", "retry_after"]
+__all__ = ["error_from_response", "error_message", "is_duplicate_rid", "retry_after"]
 
 _MAX_MESSAGE_CHARS = 2000
+# SGLang; vLLM; vLLM's Rust frontend.
+_DUPLICATE = re.compile(
+    r"duplicate request id|request id \S+ (is )?already running|request `\S+` is already in flight", re.IGNORECASE
+)
 
 
 def error_from_response(head: Head, body: bytes, hint: str = "") -> EngineError:
@@ -35,6 +39,11 @@ def error_from_response(head: Head, body: bytes, hint: str = "") -> EngineError:
     kind = ", ".join(headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
     message = f"expected an uncompressed text/event-stream, got {kind or 'no content type'}: {quote(body)}"
     return EngineError(message, status=status)
+
+
+def is_duplicate_rid(error: BaseException | None) -> bool:
+    """Whether the engine refused a request because another one with its id runs."""
+    return isinstance(error, EngineError) and _DUPLICATE.search(error.message) is not None
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

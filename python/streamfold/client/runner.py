@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from streamfold.client.limits import check_seconds
 from streamfold.client.request import new_rid
+from streamfold.client.responses import is_duplicate_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = ["CallRunner", "RetryLog"]
 _logger = logging.getLogger("streamfold")
 
 _WARN_SECONDS = 60.0
+_MAX_EMPTY_REPLIES = 3
 
 
 class CallRunner:
@@ -86,6 +88,8 @@ class CallRunner:
         self._waiters: list[asyncio.Future[None]] = []
         self._ended_at = math.inf
         self._slot: asyncio.Future[bool] | None = None
+        self._first_try_at = math.inf
+        self._empty_replies = 0
 
     def start(self) -> None:
         """Queue up for a slot. The first request leaves in a later pass of the event loop."""
@@ -219,6 +223,8 @@ class CallRunner:
         else:
             if self.tries:
                 self._replace_attempt()
+            else:
+                self._first_try_at = time.monotonic()
             self.tries += 1
             self._try()
 
@@ -243,6 +249,7 @@ class CallRunner:
         if self._unsettled:
             return
         self._attempt.take()
+        self._note_empty_reply()
         error = self._attempt.error
         if self.ended.done() or not self._may_retry(error) or self.check_abort():
             self._end()
@@ -252,6 +259,20 @@ class CallRunner:
         self._pause_timer = self._loop.call_later(pause, self._after_pause)
         if self._host_abort is not None:
             self._ignore_host = self._host_abort.subscribe(self.abort_soon, on_error=self._fail)
+
+    def _note_empty_reply(self) -> None:
+        """Stop at the third reply with status 200 and no byte, if the engine answers others: it fails on this one."""
+        error = self._attempt.error
+        if not isinstance(error, StreamTruncated) or error.received:
+            return
+        self._empty_replies += 1
+        if self._empty_replies >= _MAX_EMPTY_REPLIES and self._retry_log.succeeded_at > self._first_try_at:
+            self._attempt.error = EngineError(
+                f"{self._empty_replies} empty replies, while other calls succeed: the engine failed on this request; "
+                "see its log; are the sampling parameters right?",
+                status=200,
+            )
+            self._attempt.error.__cause__ = error
 
     def _after_pause(self) -> None:
         if not self.check_abort():  # otherwise that has ended the call
@@ -269,6 +290,8 @@ class CallRunner:
     def _may_retry(self, error: BaseException | None) -> bool:
         if error is None or self.tries >= self._retries.tries or self._attempt.token_count:
             return False
+        if is_duplicate_rid(error):
+            return self.rid != self._request.given_rid  # the next try has another id
         if isinstance(error, EngineError):
             return error.retryable
         return isinstance(error, (StreamTruncated, EngineTimeout))
@@ -314,10 +337,14 @@ class CallRunner:
             error = None  # the failure would have been retried: the abort ended the call
         if isinstance(error, StreamfoldError):
             error.partial = generation
+            if is_duplicate_rid(error) and self.rid == self._request.given_rid:
+                error.args = (f"{error}: the rid was given to this call; give each call its own, or none",)
             if self.tries > 1:
                 error.args = (f"{error}, after {self.tries} tries", *error.args[1:])
         self.error = error
         self._ended_at = time.monotonic()
+        if error is None and generation.finish_reason in ("stop", "length"):
+            self._retry_log.succeeded_at = self._ended_at
         del self._registry[self.rid]
         self.ended.set_result(generation)
         for waiter in self._waiters:
@@ -331,10 +358,12 @@ class RetryLog:
 
     Attributes:
         count: failed tries so far.
+        succeeded_at: when a call was last finished by the engine, by ``time.monotonic()``.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
+        self.succeeded_at: float = -math.inf
         self._next_warning = -math.inf
         self._since_warning = 0
 

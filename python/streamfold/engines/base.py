@@ -96,6 +96,7 @@ class EngineSpec(ABC):
         path: the endpoint that generates.
         rid_key: the key of the request id in the payload.
         loads: paths that report the load; the next one is tried if a server does not have the first.
+        known_params: names of sampling parameters that any supported release knows.
         load_flags: of those paths, the ones that report 0 unless the server has a flag, which is the value.
         pausing: the endpoints that pause an engine whose abort of all requests may miss some; None: it misses none.
         abort_by_disconnect: whether every release ends a request at once when its stream is closed.
@@ -122,6 +123,7 @@ class EngineSpec(ABC):
     path: ClassVar[str]
     rid_key: ClassVar[str]
     loads: ClassVar[tuple[str, ...]]
+    known_params: ClassVar[frozenset[str]]
     load_flags: ClassVar[Mapping[str, str]] = {}
     pausing: ClassVar[Pausing | None] = None
     abort_by_disconnect: ClassVar[bool] = False
@@ -155,6 +157,10 @@ class EngineSpec(ABC):
                 if named.get(name) is not None:
                     named[name] = operator.index(named[name])
         return named
+
+    def unknown_params(self, sampling_params: Mapping[str, Any]) -> list[str]:
+        """Names of sampling parameters that are sent and that no supported release knows."""
+        return [name for name in sampling_params if name not in self.known_params and name not in self.aliases]
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
         """``max_new_tokens`` as an integer; None if it is left to the engine.
@@ -231,6 +237,14 @@ class EngineSpec(ABC):
 
         Raises:
             LoadMissing: the reply is of a known shape, and has no load.
+            EngineError: the reply has none of the known shapes.
+        """
+
+    @abstractmethod
+    def read_waiting(self, reply: bytes) -> int:
+        """Read the number of waiting requests from a reply to one of :attr:`loads`; 0 if it is not told.
+
+        Raises:
             EngineError: the reply has none of the known shapes.
         """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from streamfold.engines.base import EngineSpec, asks_top_p, check_finite, read_json, with_extra
+from streamfold.engines.parameters import SGLANG
 from streamfold.errors import EngineError, quote
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Sglang(EngineSpec):
     path = "/generate"
     rid_key = "rid"
     loads: ClassVar[tuple[str, ...]] = ("/v1/loads?include=core",)
+    known_params = SGLANG
     length_before_stop = True
     repeats_text = True
     ignores_given_ends = True
@@ -71,11 +73,21 @@ class Sglang(EngineSpec):
 
     def read_load(self, reply: bytes) -> int:
         """Sum over the data-parallel ranks."""
+        return sum(_requests(load) for load in self._ranks(reply))
+
+    def read_waiting(self, reply: bytes) -> int:
+        """Sum over the data-parallel ranks."""
+        loads = [load for load in self._ranks(reply) if isinstance(load, dict)]
+        counts = [load.get("num_waiting_reqs") for load in loads]
+        return sum(count for count in counts if isinstance(count, int))
+
+    @staticmethod
+    def _ranks(reply: bytes) -> list[Any]:
         report = read_json(reply)
         loads = report.get("loads", [report]) if isinstance(report, dict) else report
         if not isinstance(loads, list):
             raise EngineError(f"the engine's load is of an unknown shape: {quote(reply)}")
-        return sum(_requests(load) for load in loads)
+        return loads
 
 
 def _requests(load: object) -> int:

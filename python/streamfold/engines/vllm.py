@@ -15,6 +15,7 @@ from streamfold.engines.base import (
     read_json,
     with_extra,
 )
+from streamfold.engines.parameters import VLLM, VLLM_COMPLETIONS
 from streamfold.errors import EngineError, StreamTruncated, quote
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Vllm(EngineSpec):
     load_flags: ClassVar[Mapping[str, str]] = {"/load": "--enable-server-load-tracking"}
     # With several API servers, an abort of all reaches only the requests of the one that it is posted to.
     pausing: ClassVar[Pausing | None] = Pausing("/is_paused", "/pause?mode=abort&clear_cache=false", "/resume")
+    known_params: ClassVar[frozenset[str]] = VLLM
     abort_by_disconnect = True
     reports_stop_token = False
     tells_text = False
@@ -63,6 +65,11 @@ class Vllm(EngineSpec):
     aliases: ClassVar[Mapping[str, str]] = {theirs: ours for ours, theirs in _RENAMED.items()}
     # vLLM ignores unknown sampling parameters silently.
     _UNKNOWN: Final = ("beam_width", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
+
+    def unknown_params(self, sampling_params: Mapping[str, Any]) -> list[str]:
+        """Those under SGLang's names are known; nulls are not sent."""
+        given = {name: value for name, value in sampling_params.items() if value is not None}
+        return [name for name in super().unknown_params(given) if name not in self._RENAMED]
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
         """Require ``max_new_tokens``: without it some releases stop at 16 tokens, others at the end of the context."""
@@ -154,6 +161,11 @@ class Vllm(EngineSpec):
             raise EngineError(f"the engine's load is of an unknown shape: {quote(reply)}")
         return load
 
+    def read_waiting(self, reply: bytes) -> int:
+        """Read the gauge of ``/metrics``; ``/load`` tells only the sum."""
+        gauges = re.findall(rb"^vllm:num_requests_waiting(?:\{.*\})? +([0-9.e+]+)", reply, re.MULTILINE)
+        return round(sum(map(float, gauges)))
+
 
 class VllmCompletions(Vllm):
     """vLLM's ``/v1/completions`` with ``return_token_ids``: needs no server flag; no routed experts, no masks."""
@@ -161,6 +173,7 @@ class VllmCompletions(Vllm):
     name = "vllm-completions"
     dialect = "vllm-completions"
     path = "/v1/completions"
+    known_params = VLLM_COMPLETIONS
     delays_text = True
     tells_text = True
 

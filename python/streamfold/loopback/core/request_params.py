@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["InvalidRequest", "MalformedBody", "RequestParams", "SamplingParams"]
+__all__ = ["EngineFault", "InvalidRequest", "MalformedBody", "RequestParams", "SamplingParams"]
 
 
 class MalformedBody(Exception):
@@ -18,6 +18,10 @@ class MalformedBody(Exception):
         super().__init__(str(content))
         self.content = content
         self.status = status
+
+
+class EngineFault(Exception):
+    """The engine fails on the request after the response has started: nothing more is sent, not even a last chunk."""
 
 
 class InvalidRequest(ValueError):

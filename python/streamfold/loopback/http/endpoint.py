@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse
 
 from streamfold.loopback.core.reply import DONE
-from streamfold.loopback.core.request_params import InvalidRequest, MalformedBody
+from streamfold.loopback.core.request_params import EngineFault, InvalidRequest, MalformedBody
 from streamfold.loopback.http.responses import OrjsonResponse
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Endpoint(ABC, Generic[T]):
         except MalformedBody as error:
             await OrjsonResponse(error.content, status_code=error.status)(scope, receive, send)
             return
-        client = _ClientWatch(receive, connection_of(scope))
+        client = _ClientWatch(receive, scope)
         milestones = scope.get("extensions", {}).get(MILESTONES, ())
         try:
             if self._is_streamed(parsed):
@@ -103,6 +104,9 @@ class Endpoint(ABC, Generic[T]):
             return
         try:
             requests = self._submit(parsed, client, milestones)
+        except EngineFault:
+            await client.hang_up()
+            return
         except InvalidRequest as error:
             await write(self._error_event(error))
         else:
@@ -128,6 +132,8 @@ class Endpoint(ABC, Generic[T]):
             return None
         try:
             requests = self._submit(parsed, client, milestones)
+        except EngineFault:
+            return PlainTextResponse("Internal Server Error", status_code=500)
         except InvalidRequest as error:
             return self._error_response(error)
         try:
@@ -165,8 +171,9 @@ class Endpoint(ABC, Generic[T]):
 class _ClientWatch:
     """Detects a client's disconnect. ``wake`` is set by it, and by requests with new events."""
 
-    def __init__(self, receive: Receive, connection: int) -> None:
-        self.connection = connection
+    def __init__(self, receive: Receive, scope: Scope) -> None:
+        self.connection = connection_of(scope)
+        self._transport: asyncio.Transport | None = scope.get("state", {}).get("transport")
         self.wake = asyncio.Event()
         self._gone = asyncio.create_task(self._listen(receive))
         self._gone.add_done_callback(lambda _task: self.wake.set())
@@ -188,6 +195,12 @@ class _ClientWatch:
         finally:
             waiting.cancel()
         return not self.left
+
+    async def hang_up(self) -> None:
+        """Close the connection in the middle of the response."""
+        if self._transport is not None:
+            self._transport.close()
+            await asyncio.wait({self._gone})
 
     async def close(self) -> None:
         self._gone.cancel()

@@ -10,7 +10,13 @@ import uuid
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from streamfold.loopback.core.request_params import InvalidRequest, MalformedBody, RequestParams, SamplingParams
+from streamfold.loopback.core.request_params import (
+    EngineFault,
+    InvalidRequest,
+    MalformedBody,
+    RequestParams,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,14 +50,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 EXPERTS_DTYPES = {"int32": "<i4", "uint8": "u1", "uint16": "<u2"}
 
 
-def _read_sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """Parse ``sampling_params``. Raises InvalidRequest.
+def _read_sampling(given: Mapping[str, Any], config: Config) -> SamplingParams:
+    """Parse ``sampling_params``. Raises InvalidRequest, or EngineFault where the release fails.
 
     ``custom_params`` may contain ``return_top_p_token_ids``, and ``null_logprobs_at``: positions in the output whose
     logprob is sent as null, as after a NaN. ``logit_bias`` is accepted without effect.
     """
     values = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
-    _check_keys(values)
+    _check_keys(values, config)
     values = {key: value for key, value in values.items() if key in _SAMPLING_KEYS}
     stop = values.get("stop", ())
     try:
@@ -64,14 +70,15 @@ def _read_sampling(given: Mapping[str, Any]) -> SamplingParams:
     return sampling
 
 
-def _check_keys(values: Mapping[str, Any]) -> None:
+def _check_keys(values: Mapping[str, Any], config: Config) -> None:
     for key in values:
         if key in _NOT_OFFERED:
             msg = f"the loopback engine does not offer {key}: leave it out"
             raise InvalidRequest(msg)
         if key not in _SAMPLING_KEYS | _NO_EFFECT:
             msg = f"unknown sampling parameter {key!r}"
-            raise InvalidRequest(msg)
+            # From 0.5.22 on it was refused with status 400.
+            raise EngineFault(msg) if config.release < (0, 5, 16) else InvalidRequest(msg)
 
 
 def _check_sampling(params: SamplingParams) -> None:
@@ -159,7 +166,7 @@ def _scalar_fits(key: str, value: object) -> bool:
 
 def read_generate(body: Mapping[str, Any], config: Config) -> list[RequestParams]:
     """Parse a checked body: one generation, or several with an index each. Raises InvalidRequest."""
-    sampling = _read_sampling(body.get("sampling_params") or {})
+    sampling = _read_sampling(body.get("sampling_params") or {}, config)
     if sampling.stop and config.skip_tokenizer_init:
         msg = "stop strings need a tokenizer, and the engine was started without (skip_tokenizer_init)"
         raise InvalidRequest(msg)
