@@ -12,7 +12,7 @@ import pytest
 
 from streamfold import EngineTimeout, Retries, Timeouts
 from streamfold.client.limits import Default
-from support.replay import ASKED, DONE, HANG, PROMPT, Replay, Steps, answer_json, chunk, head, stream
+from support.replay import ASKED, DONE, HANG, PROMPT, Replay, Steps, answer_json, chunk, head, stream, until
 from support.tries import in_turn
 
 if TYPE_CHECKING:
@@ -85,11 +85,13 @@ async def test_it_is_not_extended_without_a_queue_or_where_the_user_has_set_it(s
 
 async def test_each_try_may_be_extended(speech: Speech) -> None:
     retries = Retries(tries=2, first=0.001)
-    async with engine(speech, [head(), HANG], late(speech, 0.45)) as server:
-        async with speech.client(server.url, timeouts=UNSET, retries=retries) as client:
-            call = client.start(PROMPT, ASKED)
-            assert len((await asyncio.wait_for(call, 20)).token_ids) == 3
-            assert call.tries == 2
+    async with (
+        engine(speech, [head(), HANG], late(speech, 0.45)) as server,
+        speech.client(server.url, timeouts=UNSET, retries=retries) as client,
+    ):
+        call = client.start(PROMPT, ASKED)
+        assert len((await asyncio.wait_for(call, 20)).token_ids) == 3
+        assert call.tries == 2
 
 
 async def test_an_abort_during_the_extension_ends_the_call(speech: Speech) -> None:
@@ -97,8 +99,7 @@ async def test_an_abort_during_the_extension_ends_the_call(speech: Speech) -> No
         server.routes[speech.load_path] = [HANG]
         async with speech.client(server.url, timeouts=UNSET, retries=ONCE) as client:
             call = client.start(PROMPT, ASKED)
-            while not server.at(speech.load_path):
-                await asyncio.sleep(0.01)
+            await until(lambda: server.at(speech.load_path))
             generation = await asyncio.wait_for(call.abort(), 5)
             assert (len(generation.token_ids), call.error) == (0, None)
 

@@ -20,7 +20,7 @@ from support.speaking import VLLM
 from support.tries import SOON
 
 if TYPE_CHECKING:
-    from support.speaking import Step
+    from support.replay import Step
 
 EACH_DRIVER = True
 
@@ -106,22 +106,26 @@ async def test_an_abort_that_is_over_explains_nothing_that_was_sent_later() -> N
 @pytest.mark.parametrize("cut", [[FIN], stream()[1:]], ids=["a lost connection", "no [DONE]"])
 async def test_a_stream_that_the_engine_has_not_ended_itself_is_no_abort(cut: list[Step]) -> None:
     is_aborting = False
-    async with VLLM.replay([head(), *map(chunk, VLLM.events(2, finish=None)), 0.2, *cut]) as server:
-        async with VLLM.client(server.url, retries=ONCE) as client:
-            call = client.start(PROMPT, ASKED, aborted=lambda: is_aborting)
-            await until(lambda: call.token_count)
-            is_aborting = True
-            with pytest.raises(StreamTruncated):
-                await call
+    async with (
+        VLLM.replay([head(), *map(chunk, VLLM.events(2, finish=None)), 0.2, *cut]) as server,
+        VLLM.client(server.url, retries=ONCE) as client,
+    ):
+        call = client.start(PROMPT, ASKED, aborted=lambda: is_aborting)
+        await until(lambda: call.token_count)
+        is_aborting = True
+        with pytest.raises(StreamTruncated):
+            await call
 
 
 async def test_a_sample_that_the_host_has_aborted_is_not_resumed() -> None:
     is_aborting = False
-    async with VLLM.replay([*VLLM.two, 0.2, *stream(DONE)[1:]]) as server:
-        async with VLLM.client(server.url, retries=SOON) as client:
-            work = asyncio.ensure_future(completed(client, sample_of(), aborted=lambda: is_aborting))
-            await until(lambda: client.running and client.running[0].token_count == 2)
-            is_aborting = True
-            sample = await work
+    async with (
+        VLLM.replay([*VLLM.two, 0.2, *stream(DONE)[1:]]) as server,
+        VLLM.client(server.url, retries=SOON) as client,
+    ):
+        work = asyncio.ensure_future(completed(client, sample_of(), aborted=lambda: is_aborting))
+        await until(lambda: client.running and client.running[0].token_count == 2)
+        is_aborting = True
+        sample = await work
     assert (sample.tokens, sample.status.value) == ([*PROMPT, 1, 2], "aborted")
     assert len(server.generates) == 1

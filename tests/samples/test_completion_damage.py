@@ -118,7 +118,7 @@ async def test_truncations_and_timeouts_keep_their_retries(speech: Speech) -> No
 @pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=str)
 async def test_an_engine_that_computes_no_logprob_at_a_place_is_asked_three_times(engine: Speech) -> None:
     keys: dict[str, Any] = {"null_logprobs_at": [2]}
-    params = {"custom_params": keys} if engine is SGLANG else {"extra_args": keys}
+    params: dict[str, Any] = {"custom_params": keys} if engine is SGLANG else {"extra_args": keys}
     version = {} if engine is SGLANG else {"version": "0.28.0"}
     with engine.loopback(**version) as box:
         async with engine.client(box.url, retries=OFTEN, tokenizer=box.tokenizer) as client:
@@ -139,6 +139,6 @@ async def test_a_recorded_stream_of_stuck_logprobs_is_asked_for_three_times() ->
 
     async with SGLANG.replay(stuck) as server, SGLANG.client(server.url, retries=OFTEN) as client:
         sample = sample_of(max_new_tokens=240)
-        with pytest.raises(DecodeError, match="length.*3 calls in a row"):
+        with pytest.raises(DecodeError, match=r"length.*3 calls in a row"):
             await completed(client, sample)
     assert (len(server.generates), sample.tokens) == (3, [*PROMPT, 11, 11, 11])
