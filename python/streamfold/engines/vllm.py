@@ -111,7 +111,7 @@ class Vllm(EngineSpec):
         return {**params, "n": 1}
 
     def may_be_abort(self, error: StreamfoldError) -> bool:
-        """``[DONE]`` alone (the token endpoint up to 0.31, completions up to 0.32); the Rust frontend's server error."""
+        """``[DONE]`` alone (token endpoint to 0.31, completions to 0.32); the Rust frontend's server error."""
         is_done = isinstance(error, StreamTruncated) and error.done
         return is_done or (isinstance(error, EngineError) and error.code == "server_error")
 
