@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamfold import Limits, Retries, RolloutConfig, Timeouts
@@ -41,6 +44,8 @@ def test_an_attribute_takes_precedence_over_a_variable_and_both_over_the_default
         ("resume", "raise", "raise"),
         ("tries", "3", 3),
         ("tries", 3.0, 3),
+        ("tries", None, None),
+        ("tries", "null", None),
         ("timeout_connect", "1.5", 1.5),
         ("timeout_connect", 0, 0.0),
         ("timeout_next_token", None, None),
@@ -69,11 +74,15 @@ def test_values_are_read_from_python_yaml_and_the_shell(
     [
         ("resume", "maybe", "must be one of continue, restart, raise; not 'maybe'"),
         ("resume", None, "must be one of continue, restart, raise; not None"),
-        ("tries", 0, "must be a whole number, 1 or more; not 0"),
-        ("tries", True, "must be a whole number, 1 or more; not True"),
+        ("tries", 0, "must be a whole number, 1 or more, or none; not 0"),
+        ("tries", True, "must be a whole number, 1 or more, or none; not True"),
         ("timeout_connect", 10**400, "must be a number of seconds, 0 or more, or none; not 10+"),
-        ("tries", 1.5, "must be a whole number, 1 or more; not 1.5"),
-        ("tries", [1], r"must be a whole number, 1 or more; not \[1\]"),
+        ("tries", 60.9, "must be a whole number, 1 or more, or none; not 60.9"),
+        ("tries", "60.9", "must be a whole number, 1 or more, or none; not '60.9'"),
+        ("concurrency", Decimal("60.9"), r"must be a whole number, 1 or more; not Decimal\('60.9'\)"),
+        ("concurrency", np.float32(60.9), r"must be a whole number, 1 or more; not .*60.9\)?"),
+        ("max_failures", Fraction(1, 2), r"must be a whole number, 0 or more; not Fraction\(1, 2\)"),
+        ("tries", [1], r"must be a whole number, 1 or more, or none; not \[1\]"),
         ("concurrency", None, "must be a whole number, 1 or more; not None"),
         ("timeout_connect", -1, "must be a number of seconds, 0 or more, or none; not -1"),
         ("timeout_connect", "inf", "must be a number of seconds, 0 or more, or none; not 'inf'"),

@@ -83,6 +83,7 @@ class Retries:
 
     Attributes:
         tries: requests of one call at most, the first one included; also calls of one sample at most in ``complete()``.
+            None: no limit.
         first: seconds before the first retry; each later pause is twice as long.
         longest: the longest pause in seconds, unless the engine demands a longer one (``Retry-After``, up to 600 s).
         jitter: 0 to 1: the random share by which a pause is shortened, or a ``Retry-After`` lengthened, so that calls
@@ -92,18 +93,24 @@ class Retries:
         ValueError: ``tries`` is below 1, a pause is negative or infinite, or ``jitter`` is not 0 to 1.
     """
 
-    tries: int = 60
+    tries: int | None = 60
     first: float = 0.5
     longest: float = 10.0
     jitter: float = 0.5
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tries, int) or self.tries < 1:
-            raise ValueError(f"tries must be an integer of at least 1 (1: no retries), not {self.tries!r}")
+        if self.tries is not None and (not isinstance(self.tries, int) or self.tries < 1):
+            raise ValueError(
+                f"tries must be an integer of at least 1 (1: no retries), or None for no limit; not {self.tries!r}"
+            )
         check_seconds("first", self.first, optional=False)
         check_seconds("longest", self.longest, optional=False)
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter must be a number from 0 to 1, not {self.jitter!r}")
+
+    def is_last(self, tries: int) -> bool:
+        """Whether no other try may follow the one with this number, counted from 1."""
+        return self.tries is not None and tries >= self.tries
 
     def pause(self, failures: int, retry_after: float | None = None) -> float:
         """Seconds to wait after ``failures`` failed tries; at least ``retry_after``, if the engine sent that.

@@ -288,7 +288,7 @@ class CallRunner:
             self._ignore_host = None
 
     def _may_retry(self, error: BaseException | None) -> bool:
-        if error is None or self.tries >= self._retries.tries or self._attempt.token_count:
+        if error is None or self._retries.is_last(self.tries) or self._attempt.token_count:
             return False
         if is_duplicate_rid(error):
             return self.rid != self._request.given_rid  # the next try has another id

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -85,11 +86,11 @@ class SampleGenerator:
         if "sampling_seed" in sampling_params:  # the rollout's name for it; the trainer's generators know the engine's
             sampling_params[self._integration.seed_param] = sampling_params.pop("sampling_seed")
         failures = 0
-        for tries_left in range(self._retries.tries - 1, -1, -1):
+        for tries in itertools.count(1):
             before = sample.response_length
             with self._dp_rank():
                 made = await function(self._args, sample, copy.deepcopy(sampling_params), **options)
-            if not _is_aborted_sample(made) or abort.is_set() or not tries_left:
+            if not _is_aborted_sample(made) or abort.is_set() or self._retries.is_last(tries):
                 break
             sample = made
             failures = 1 if sample.response_length > before else failures + 1

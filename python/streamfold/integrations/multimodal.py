@@ -46,14 +46,13 @@ async def render(request: SampleRequest, body: Mapping[str, Any]) -> dict[str, A
         EngineTimeout: it did not answer within ``timeouts.first_token``.
         NotImplementedError: the server has no such endpoint, or its response has an unknown shape.
     """
-    retries = request.handle.client.retries
-    for tries in range(1, retries.tries + 1):
-        if request.abort.is_set():
-            return None
+    retries, tries = request.handle.client.retries, 0
+    while not request.abort.is_set():
+        tries += 1
         try:
             return await _render_unless_aborted(request, body)
         except (EngineError, EngineTimeout) as error:
-            if tries == retries.tries or not getattr(error, "retryable", True):
+            if retries.is_last(tries) or not getattr(error, "retryable", True):
                 raise
             seconds = retries.pause(tries, getattr(error, "retry_after", None))
         await request.abort.wait(seconds)

@@ -61,7 +61,7 @@ class Settings:
         "continue",
         "a partial response with penalties, which the engine counts anew in each call: `continue` it, or `restart`",
     )
-    tries: int = _setting(
+    tries: int | None = _setting(
         Retries.tries, "requests of a call while no token has been received; also resumes of a sample", minimum=1
     )
     timeout_connect: float | None = _setting(Timeouts.connect, "seconds to open a connection", minimum=0)
@@ -219,9 +219,10 @@ class Setting:
 
 
 def _whole_number(value: Value) -> int:
-    if isinstance(value, float) and not value.is_integer():
+    number = int(value)
+    if not isinstance(value, str) and number != value:  # a fraction of any type
         raise ValueError
-    return int(value)
+    return number
 
 
 def _text(value: Value) -> str:

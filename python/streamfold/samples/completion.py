@@ -229,7 +229,7 @@ class _Completion:
         self._resume = resume
         self._options = options
         self._args = args
-        self._calls_left = self._retries.tries
+        self._calls = 0
         self._failures = 0  # of calls in a row that have received no token
         self._repeats = Repeats()
         self._turn = Turn(
@@ -295,7 +295,7 @@ class _Completion:
 
     async def _call(self) -> _Outcome:
         """Make one call. If this is cancelled, the call is aborted and what it has generated is merged."""
-        self._calls_left -= 1
+        self._calls += 1
         input_ids, extra = self._prompt()
         call = self._client.start(
             input_ids,
@@ -364,7 +364,7 @@ class _Completion:
         if not outcome.was_aborted and self._repeats.give_up(outcome.error, tokens, self._sample.index):
             return False
         has_budget = self._turn.tokens_left is not None  # otherwise it is not known what is left
-        return outcome.is_resumable and has_budget and self._resume != "raise" and self._calls_left > 0
+        return outcome.is_resumable and has_budget and self._resume != "raise" and not self._retries.is_last(self._calls)
 
     def _write_or_drop(
         self, outcome: _Outcome, *, may_resume: bool = False, cause: BaseException | None = None
