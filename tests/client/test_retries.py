@@ -305,6 +305,8 @@ async def test_a_thousand_tries_that_fail_alike_are_one_warning(
     assert len(levels) == 50 * 3
     assert all("busy (status 503)" in record.getMessage() for record in caplog.records)
     assert any(f"request {calls[0].rid}" not in record.getMessage() for record in caplog.records)
+
+
 async def test_without_a_limit_a_call_is_tried_until_it_succeeds(speech: Speech) -> None:
     more_than_usual = Retries().tries + 5
     no_limit = Retries(tries=None, first=0.0, longest=0.0)

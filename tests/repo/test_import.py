@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import streamfold
 from streamfold.loopback import Loopback
 
@@ -61,6 +63,29 @@ def test_calls_aborts_and_load_over_plain_http_import_neither_httpx_nor_anything
     modules = set(run.stdout.split())
     assert "streamfold" in modules
     assert not modules & {*HEAVY, "httpx", "httpcore", "anyio", "h11"}
+
+
+REGISTERED = """
+import atexit, os, sys
+import numpy, orjson, httpx  # which may register what they like
+found = []
+
+def note(*given, **named):
+    found.extend(f for f in (*given, *named.values()) if (getattr(f, "__module__", "") or "").startswith("streamfold"))
+    return given[0] if given else None
+
+atexit.register = os.register_at_fork = note
+import streamfold, streamfold.{module}
+import streamfold.rollout.pool, streamfold.client.client
+print(found)
+"""
+
+
+@pytest.mark.parametrize("module", ["slime", "vime"])
+def test_importing_the_integration_of_a_trainer_registers_nothing_at_exit_or_at_fork(module: str) -> None:
+    script = REGISTERED.format(module=module)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["cancel_on_signals", "check_out", "console", "errors", "fail", "import_loopback", "progress_bar"]
 
-console: Console = Console(highlight=False)
-errors: Console = Console(stderr=True, highlight=False)
+# Prompts, responses and paths are printed as they are, whatever brackets and colons they have.
+console: Console = Console(highlight=False, markup=False, emoji=False)
+errors: Console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def progress_bar(text: str, *, target: Console = console) -> Progress:
@@ -61,5 +62,5 @@ def import_loopback() -> ModuleType:
 
 def fail(message: str) -> NoReturn:
     """Print an error of the user's input, and exit with 2."""
-    errors.print(f"streamfold: {message}", style="red", markup=False)
+    errors.print(f"streamfold: {message}", style="red")
     sys.exit(2)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from streamfold.cli.console import check_out, console, fail, import_loopback
 from streamfold.cli.demo_job import read_prompts, run, write
@@ -89,7 +88,7 @@ def command(
 
 
 def _print_line(line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+    console.print(line, soft_wrap=True)
 
 
 def _print_report(report: Report) -> None:
@@ -111,7 +110,7 @@ def _print_report(report: Report) -> None:
         style="bold red" if report.problems else "bold green",
     )
     for problem in report.problems:
-        console.print(f"FAILED: {problem}", style="bold red", markup=False)
+        console.print(f"FAILED: {problem}", style="bold red")
     if not report.problems:
         console.print(_WHY.replace("\n", " "))
 
@@ -134,7 +133,7 @@ def _sample_table(outcomes: Iterable[Outcome]) -> Table:
     for outcome in outcomes:
         sample = outcome.sample
         table.add_row(
-            Text(str(sample.prompt)),  # not markup, even if it has brackets
+            str(sample.prompt),
             str(sample.response_length),
             f"{outcome.mean_logprob:.2f}",
             str(outcome.calls) if outcome.calls < 2 else f"{outcome.calls} (aborted {outcome.calls - 1}x)",

@@ -19,9 +19,10 @@ import orjson
 
 from streamfold.client.client import Client
 from streamfold.rollout.buffer import Buffer
-from streamfold.rollout.groups import count_tokens, is_finished, prompt_groups, samples_of, sort_key
+from streamfold.rollout.groups import count_tokens, prompt_groups, samples_of, sort_key
 from streamfold.rollout.rollout import Rollout, RolloutConfig
 from streamfold.samples.sample import Sample
+from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -18,6 +18,7 @@ import orjson
 
 from streamfold.samples.metadata import OWN_KEYS, rename_old_keys
 from streamfold.samples.sample import Sample
+from streamfold.samples.status import is_final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal", "Plan", "read_samples"]
 
-_FINISHED: Final = ("completed", "truncated")
 _LINE_START: Final = b'{"group_index":'
 _ARRAYS: Final = {
     "tokens": np.int32,
@@ -238,7 +238,7 @@ class Journal:
         if "arrays" in fields["metadata"]:
             self._arrays[index] = fields["metadata"]["arrays"]
         self.partial.pop(index, None)
-        if fields["status"] in _FINISHED:
+        if _is_finished(fields):
             self.finished.add(index)
         elif sample is not None:
             self.partial[index] = sample
@@ -274,7 +274,7 @@ class Journal:
         if fields["metadata"]["sampling_params"] != planned.metadata["sampling_params"]:
             differing.append("sampling_params")
         sample = None
-        if fields["status"] not in _FINISHED or not planned.prompt:
+        if not _is_finished(fields) or not planned.prompt:
             sample = _decode(fields, self._path.parent)
             sample.metadata = rename_old_keys(sample.metadata, others=planned.metadata)
             prompt_ids = sample.tokens[: len(sample.tokens) - sample.response_length]
@@ -335,6 +335,10 @@ def read_samples(path: Path) -> Iterator[Sample]:
         for start in sorted(starts.values()):
             file.seek(start)
             yield _decode(orjson.loads(file.readline()), path.parent)
+
+
+def _is_finished(fields: Mapping[str, Any]) -> bool:
+    return is_final(Sample.Status(fields["status"]).name)
 
 
 def _decode(fields: dict[str, Any], folder: Path) -> Sample:

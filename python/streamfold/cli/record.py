@@ -65,7 +65,7 @@ def command(
     except ValueError as error:
         fail(str(error))
     if recording.status is None:
-        errors.print(f"streamfold: no reply from {url}: {recording.end}", style="red", markup=False)
+        errors.print(f"streamfold: no reply from {url}: {recording.end}", style="red")
         raise typer.Exit(1)
     try:
         recording.save(out)
@@ -74,7 +74,7 @@ def command(
     size, reads = len(recording.body), len(recording.reads)
     console.print(f"HTTP {recording.status}, {size} bytes in {reads} reads, ended by {recording.end}")
     hint = f"Saved to {out} and {details}. To parse it: streamfold replay {shlex.quote(str(out))}"
-    console.print(hint, markup=False, soft_wrap=True)
+    console.print(hint, soft_wrap=True)
 
 
 def _read_payload(path: Path, engine: str) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def command(
     generation, error = recording.replay(parser)
     _print_generation(generation, len(recording.body))
     if error is not None:
-        errors.print(f"\n{type(error).__name__}: {error}", style="red", markup=False)
+        errors.print(f"\n{type(error).__name__}: {error}", style="red")
         if isinstance(error, DecodeError):
-            errors.print(surroundings(recording.body, error), markup=False, soft_wrap=True)
+            errors.print(surroundings(recording.body, error), soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -78,7 +78,7 @@ def _print_generation(generation: Generation, size: int) -> None:
     meta = ((f"meta.{key}", value) for key, value in generation.meta.items())
     for name, value in [*_facts(generation, size).items(), *meta]:
         if value is not None:
-            table.add_row(name, str(value).replace("[", "\\["))
+            table.add_row(name, str(value))
     console.print(table)
 
 

@@ -17,6 +17,7 @@ from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
 from streamfold.errors import EngineError
 from streamfold.samples.metadata import count_of
+from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -230,7 +231,7 @@ class _Work:
         self.restarted_tokens += count_of(sample, "restarted_tokens") - restarted
         if error is not None:
             self.failures[f"{type(error).__name__}: {error}"] += 1
-        if sample.response_length or sample.status in (sample.Status.COMPLETED, sample.Status.TRUNCATED):
+        if sample.response_length or is_finished(sample):
             self.journal.write(sample)
 
     def draw(self, progress: Progress, bar: TaskID, running_tokens: int) -> None:
@@ -264,9 +265,9 @@ def _report(work: _Work, out: Path, *, interrupted: bool) -> None:
             "--prompt-token-ids or --tokenizer), or they ended in the middle of a stop string",
             soft_wrap=True,
         )
-    console.print(f"{len(journal.finished)} of {total} samples are in {out}", markup=False, soft_wrap=True)
+    console.print(f"{len(journal.finished)} of {total} samples are in {out}", soft_wrap=True)
     for message, count in work.failures.most_common(_SHOWN_FAILURES):
-        errors.print(f"{count} failed: {message}", style="red", markup=False, soft_wrap=True)
+        errors.print(f"{count} failed: {message}", style="red", soft_wrap=True)
     if missing := total - len(journal.finished):
         console.print(
             f"{missing} are missing, {len(journal.partial)} of them partial: rerun the same command to resume"

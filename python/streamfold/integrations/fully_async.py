@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -77,6 +78,7 @@ def generate_rollout_async(
     with _lock:
         background = _backgrounds.get(integration.package)
         if background is None:
+            _register_hooks()
             background = _backgrounds[integration.package] = _Background(integration)
     if evaluation:  # in the same event loop, to which the trainer's shared objects belong
         return background.run(evaluate(integration, args, rollout_id))
@@ -201,8 +203,16 @@ def _forget_in_child() -> None:
     _lock.release()
 
 
+@functools.cache
+def _register_hooks() -> None:
+    """Register what a process with groups in flight has to do at its end and at a fork; once, when there are any.
+
+    Call it with the lock held. A forked child has neither the thread nor its groups: it starts a new one, and must not
+    close the parent's.
+    """
+    atexit.register(_close_at_exit)
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_in_child)
+
+
 _backgrounds: Final[dict[str, _Background]] = {}  # by the trainer's name, one for each in a process
 _lock = threading.Lock()
-atexit.register(_close_at_exit)
-# A forked child has neither the thread nor its groups: it starts a new one, and must not close the parent's.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_in_child)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.client.abort_signal import AbortSignal
-from streamfold.rollout.groups import is_finished, restart_samples, sort_key, unfinished_samples
+from streamfold.rollout.groups import restart_samples, sort_key, unfinished_samples
 from streamfold.samples.metadata import add_counts
+from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from streamfold.samples.metadata import START_ROLLOUT_ID, metadata_of, own_metadata
 from streamfold.samples.reset import restart
 from streamfold.samples.sample import Sample
+from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
     Elements: TypeAlias = Sequence[Sample | list[Sample]]
 
 __all__ = [
-    "AnyGroup", "Group", "Source", "copy_indices", "count_tokens", "has_started", "is_complete", "is_finished",
-    "is_partial", "mark_start", "prompt_groups", "restart_samples", "samples_of", "sort_key", "start_of",
-    "unfinished_samples",
+    "AnyGroup", "Group", "Source", "copy_indices", "count_tokens", "has_started", "is_complete", "is_partial",
+    "mark_start", "prompt_groups", "restart_samples", "samples_of", "sort_key", "start_of", "unfinished_samples",
 ]  # fmt: skip
 
 Group: TypeAlias = list[Sample]
@@ -32,9 +32,6 @@ Group: TypeAlias = list[Sample]
 Where a generate function returned several samples for one, that element is a list of samples. The type leaves this
 rare case out: ``cast`` such a group, or check its elements with ``isinstance(element, list)``.
 """
-
-# FAILED is set by the generate functions of hosts. Such a sample is not generated a second time.
-_FINISHED: Final = ("COMPLETED", "TRUNCATED", "FAILED")
 
 AnyGroup: TypeAlias = list[Any]
 """A group where it is passed in: of samples of ours or of a host's, or with elements that are lists of them."""
@@ -84,11 +81,6 @@ def sort_key(group: Elements) -> tuple[int, int]:
     """The indices of a group and of its first sample: groups are given to the trainer in this order."""
     first = next(iter(samples_of(group)), None)
     return getattr(first, "group_index", None) or 0, getattr(first, "index", None) or 0
-
-
-def is_finished(sample: Sample) -> bool:
-    """Whether a sample has its final status. A finished sample is never generated again."""
-    return sample.status.name in _FINISHED
 
 
 def unfinished_samples(group: Elements) -> list[Sample]:

@@ -15,12 +15,12 @@ from streamfold.errors import StreamfoldError
 from streamfold.rollout.groups import (
     copy_indices,
     is_complete,
-    is_finished,
     restart_samples,
     samples_of,
     unfinished_samples,
 )  # fmt: skip
 from streamfold.rollout.tasks import AbortableTasks, Aborted, wait_all
+from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence

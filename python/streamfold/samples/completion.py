@@ -20,6 +20,7 @@ from streamfold.samples.experts import kept_rows
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.repeats import Repeats
+from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform, has_generated
@@ -133,9 +134,9 @@ async def complete(
 
     Args:
         client: of the engine.
-        sample: ours or a host's; PENDING, or ABORTED and then resumed. One that is finished is returned as it is. If
-            anything was appended behind the last call (:func:`~streamfold.append_observation`), another turn starts
-            behind that, whatever the status is.
+        sample: ours or a host's; PENDING, or ABORTED and then resumed. One that is finished is returned as it is, a
+            FAILED one too. If anything was appended behind the last call (:func:`~streamfold.append_observation`),
+            another turn starts behind that, whatever the status is.
         sampling_params: in the engine's words, for the whole response: ``max_new_tokens`` limits all of it, a tool's
             tokens included, and each call is given what is left. Without any limit nothing is resumed. Never changed.
         resume: ``"continue"`` resumes from the tokens that were received. ``"restart"`` drops what the failed call has
@@ -249,7 +250,7 @@ class _Completion:
         """Make calls until the sample is finished, its abort is the result, or no call may follow."""
         turn = self._turn
         begins = turn.open()
-        if turn.is_finished:
+        if is_finished(self._sample):
             return
         check_ready(self._sample)
         self._check_request()
@@ -364,7 +365,8 @@ class _Completion:
         if not outcome.was_aborted and self._repeats.give_up(outcome.error, tokens, self._sample.index):
             return False
         has_budget = self._turn.tokens_left is not None  # otherwise it is not known what is left
-        return outcome.is_resumable and has_budget and self._resume != "raise" and not self._retries.is_last(self._calls)
+        is_last = self._resume == "raise" or self._retries.is_last(self._calls)
+        return outcome.is_resumable and has_budget and not is_last
 
     def _write_or_drop(
         self, outcome: _Outcome, *, may_resume: bool = False, cause: BaseException | None = None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from streamfold.samples.detokenizer import DecodedText, Detokenizer
 from streamfold.samples.experts import kept_rows
 from streamfold.samples.merging import merge
 from streamfold.samples.metadata import LastWrite, TurnState, add_counts
 from streamfold.samples.reset import restart, rewind, shorten
+from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike, Tokenizer
     from streamfold.engines.base import EngineSpec
 
-__all__ = ["FINISHED", "Turn", "open_turn"]
-
-FINISHED: Final = ("COMPLETED", "TRUNCATED")
+__all__ = ["Turn", "open_turn"]
 
 
 def open_turn(sample: SampleLike, limit: int | None) -> bool:
@@ -41,7 +40,7 @@ def open_turn(sample: SampleLike, limit: int | None) -> bool:
         ValueError: tokens were added that the response's length does not count.
     """
     written = LastWrite.of(sample)
-    if written is None or not sample.response_length:
+    if written is None or not sample.response_length or sample.status.name == "FAILED":
         return bool(sample.status.name == "PENDING")
     statuses, prompt = type(sample.status), len(sample.tokens) - sample.response_length
     if written.prompt not in (0, prompt):  # 0: the prompt was sent as text
@@ -92,11 +91,6 @@ class Turn:
     max_new_tokens_per_turn: int | None = None
     max_response_len: int | None = None
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the sample is finished by its status."""
-        return self.sample.status.name in FINISHED
-
     def open(self) -> bool:
         """Whether it begins, behind others; see :func:`open_turn`."""
         return open_turn(self.sample, self._response_limit)
@@ -134,7 +128,7 @@ class Turn:
 
     def judge(self) -> Verdict:
         """Decide what is to be done next. An aborted response that is finished gets its status and its whole text."""
-        if self.is_finished:
+        if is_finished(self.sample):
             return Verdict.FINISHED
         stop = self._find_stop()
         status = self._rules.finish_status(self.tokens_left, self._last_token, stop)

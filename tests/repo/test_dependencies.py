@@ -1,0 +1,62 @@
+"""What the package imports is declared in pyproject.toml, and the bounds there are those that are tested."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.paths import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PACKAGE = ROOT / "python" / "streamfold"
+# Used only on values of their own types, which nobody has without them.
+OPTIONAL = {"torch", "PIL"}
+
+
+def declared(name: str) -> dict[str, str]:
+    """The requirements of a list of pyproject.toml: name and bounds."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    assert listed, f"pyproject.toml has no list {name}"
+    found = re.findall(r'"([\w-]+)([^"]*)"', re.sub(r"#.*", "", listed[1]))
+    return {name.lower(): bounds for name, bounds in found}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The packages that a module imports, anywhere, except for the type checker alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+        waiting += ast.iter_child_nodes(node)
+
+
+@pytest.mark.parametrize("part", ["loopback", "all but loopback"])
+def test_every_package_that_is_imported_is_declared_where_it_is_needed(part: str) -> None:
+    is_loopback = part == "loopback"
+    paths = [path for path in PACKAGE.rglob("*.py") if ("loopback" in path.relative_to(PACKAGE).parts) == is_loopback]
+    names = {name for path in paths for name in imported(path)} - sys.stdlib_module_names - {"streamfold"}
+    assert names >= ({"h11"} if is_loopback else {"httpx"})
+    known = declared("dependencies") | (declared("loopback") if is_loopback else {})
+    assert names - OPTIONAL - known.keys() == set()
+
+
+def test_the_tests_run_under_the_newest_uvicorn_that_the_loopback_extra_allows() -> None:
+    bound = re.search(r"<0\.(\d+)$", declared("loopback")["uvicorn"])
+    assert bound, "uvicorn's internals are used: it needs an upper bound"
+    assert int(version("uvicorn").split(".")[1]) == int(bound[1]) - 1
+    assert declared("test")["uvicorn"] == declared("loopback")["uvicorn"]
