@@ -14,6 +14,7 @@ import uvloop
 
 from streamfold.client.drivers import choose
 from streamfold.client.drivers.direct import DirectDriver
+from streamfold.loopback import Config
 from support.carriers import ASYNCIO, CARRIERS, HTTPX
 from support.speaking import SPEECHES, VLLM
 
@@ -80,6 +81,17 @@ def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if carrier is not None:
         monkeypatch.setattr(choose, "_direct", carrier.make)
     return carrier
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_seed_for_all_requests() -> None:
+    """What is aborted and resumed is compared with undisturbed generations: loopback engines draw no seeds.
+
+    Tests of the seeds that they draw pass ``sampling_seed``.
+    """
+    defaults = Config.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["sampling_seed"] = None
 
 
 @pytest.fixture

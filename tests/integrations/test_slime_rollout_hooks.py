@@ -47,6 +47,14 @@ def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted_by_reason
     assert others == [], "these are the trainer's: rollout/rewards is its reward curve"
 
 
+@pytest.mark.parametrize("verdict", [None, DynamicFilterOutput(keep=None)])  # type: ignore[arg-type]
+def test_a_dynamic_filter_that_returns_no_verdict_is_refused_by_its_option(verdict: Any) -> None:
+    args = scripted(Scripted(), rollout_batch_size=1)
+    args.dynamic_sampling_filter_path = lambda args, group: verdict
+    with pytest.raises(TypeError, match=r"--dynamic-sampling-filter-path returned None"):
+        rolled(args)
+
+
 def test_keep_when_insufficient_keeps_a_group_if_more_would_have_to_be_requested() -> None:
     """Of four groups in flight for two, the first two that are rejected go, the others stay."""
     generate = Scripted()

@@ -40,6 +40,9 @@ def command(
     prefill_delay: Annotated[float, typer.Option(min=0, help="Time to first token, in seconds.")] = 0.05,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once; others are queued.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the mock model: another seed generates other tokens.")] = 0,
+    sampling_seed: Annotated[
+        int, typer.Option(help="Seed of the engine's generator, which seeds each request that names no seed.")
+    ] = 0,
     frontend: Annotated[
         Literal["python", "rust"],
         typer.Option(help="Emulate the JSON formatting of the engine's Python or Rust API server."),
@@ -77,6 +80,7 @@ def command(
             prefill_delay=prefill_delay,
             max_running_requests=batch_size,
             seed=seed,
+            sampling_seed=sampling_seed,
             engine=engine,
             frontend="rust" if wire == "rust" else frontend,
             version="" if wire == "rust" else wire,

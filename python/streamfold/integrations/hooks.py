@@ -207,7 +207,11 @@ class GroupFilters:
             return True, None
         verdict = self._dynamic(self._args, group)
         is_insufficient = self._batch is not None and others < self._batch
-        if getattr(verdict, "keep", verdict) or (is_insufficient and getattr(verdict, "keep_when_insufficient", False)):
+        if (keeps := getattr(verdict, "keep", verdict)) is None:
+            raise TypeError(
+                "the function of --dynamic-sampling-filter-path returned None: it must return whether to keep the group"
+            )
+        if keeps or (is_insufficient and getattr(verdict, "keep_when_insufficient", False)):
             return True, None
         reason = getattr(verdict, "reason", None)
         if reason:

@@ -91,6 +91,9 @@ def undisturbed(
 ) -> Reply:
     """Generate without HTTP, clock or faults: any aborted and resumed generation must equal the result.
 
+    It has to be sampled with one seed that is known: that of ``sampling_params``, the engine's with
+    ``Config(sampling_seed=None)``, or none if decoding is greedy.
+
     Args:
         config: configuration of the engine.
         input_ids: the prompt.
@@ -100,5 +103,6 @@ def undisturbed(
     Raises:
         InvalidRequest: the engine would reject the request.
         MalformedBody: vLLM's HTTP layer would reject it.
+        ValueError: the seed is not known.
     """
     return EMULATIONS[config.engine].undisturbed(config, input_ids, sampling_params, **body)

@@ -83,6 +83,17 @@ class RolloutStats:
             self.resumes += more["resumed"]
             self.resumed_penalties += more["resumed_penalties"]
 
+    def explain_shortage(self) -> str:
+        """Why there are fewer groups than the source gave, for the end of a log line; empty if nothing went wrong."""
+        parts = []
+        if self.dropped:
+            reasons = self.dropped.most_common()
+            named = reasons[0][0] if len(reasons) == 1 else ", ".join(f"{count} {reason}" for reason, count in reasons)
+            parts.append(f"{self.dropped.total()} groups dropped: {named}")
+        if self.groups["failed"]:
+            parts.append(f"{self.groups['failed']} groups failed (see the warnings above)")
+        return "".join(f"; {part}" for part in parts)
+
     def clear(self) -> None:
         """Reset all counts."""
         vars(self).update(vars(RolloutStats()))

@@ -184,7 +184,8 @@ class Pool:
             if self._scheduler is None or len(self._scheduler):
                 await self._changed.wait()
             elif not self._tracker.return_failed():
-                _logger.warning("the source ran out: %d of %d groups are ready", self.ready, n)
+                why = self._stats.explain_shortage()
+                _logger.warning("the source ran out: %d of %d groups are ready%s", self.ready, n, why)
                 return
 
     async def _work(self, scheduler: GroupScheduler) -> None:

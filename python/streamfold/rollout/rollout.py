@@ -33,6 +33,7 @@ class RolloutResult:
 
     Attributes:
         groups: finished groups, sorted by index; fewer than ``RolloutConfig.groups`` only if the source had no more.
+            Then the log says how many groups were dropped, and for which reasons.
         metrics: counts of tokens, samples and groups, and seconds, as floats under names like
             ``streamfold/tokens_per_second``.
     """
@@ -63,7 +64,8 @@ class Rollout:
             once per sample, when its text is complete. With ``config.group_reward`` it takes the list of a group's
             samples and returns a list of rewards. It may be ``async``; otherwise it runs in threads. None: no rewards.
         filter: the dynamic filter: takes a finished group, and returns whether the trainer gets it, or a pair of that
-            and a reason. Rejected groups are dropped, and others are taken from the source.
+            and a reason. Rejected groups are dropped, and others are taken from the source. A filter that returns None
+            or an awaitable ends the rollout with a ``TypeError``.
         sample_filter: called once with the groups of a rollout, before they are returned. It may set
             ``remove_sample`` on samples that are not to be trained on.
         generate: generates one sample, in place of :func:`~streamfold.complete`; see
@@ -167,7 +169,10 @@ class Rollout:
         stats.retries = parts.client.retried - retried
         if len(groups) < target:
             stats.is_dry = True
-            _logger.warning("the source ran out: rollout %d ends with %d of %d groups", rollout_id, len(groups), target)
+            why = stats.explain_shortage()
+            _logger.warning(
+                "the source ran out: rollout %d ends with %d of %d groups%s", rollout_id, len(groups), target, why
+            )
         return RolloutResult(groups, stats.metrics(lag))
 
     async def _collect(self, scheduler: GroupScheduler, tracker: GroupTracker, rollout_id: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -164,10 +165,11 @@ class GroupTracker:
     def _apply_filter(self, group: Group, in_flight: int) -> None:
         try:
             verdict = self._filter is None or self._filter(group, len(self.ready) + in_flight)
+            keeps, reason = verdict if isinstance(verdict, tuple) else (verdict, None)
+            _check_verdict(keeps)
         except BaseException:
             self._extra.append(group)
             raise
-        keeps, reason = verdict if isinstance(verdict, tuple) else (verdict, None)
         if keeps:
             self.ready.append(group)
         else:
@@ -273,3 +275,14 @@ class GroupTracker:
         done = getattr(self._source, "done", None)
         if done is not None:
             done([group])
+
+
+def _check_verdict(keeps: object) -> None:
+    """Raise TypeError for what a filter returns by mistake: None counts as False, and an awaitable as True."""
+    if keeps is None or inspect.isawaitable(keeps):
+        what = "None" if keeps is None else f"a {type(keeps).__name__}: it is async"
+        if inspect.iscoroutine(keeps):
+            keeps.close()
+        raise TypeError(
+            f"the filter returned {what}; it must return True or False, or a pair of that and the reason for False"
+        )

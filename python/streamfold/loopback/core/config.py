@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from streamfold.loopback.core.model import MockModel
 from streamfold.loopback.core.tokenizer import MockTokenizer
 from streamfold.loopback.core.versions import NEWEST, check_version, parse_version
 from streamfold.loopback.core.wire_format import FRONTENDS, Frontend
+
+if TYPE_CHECKING:
+    from streamfold.loopback.core.request_params import SamplingParams
 
 __all__ = ["Config", "EngineName", "FaultScript"]
 
@@ -49,7 +52,9 @@ class Config:
     Emulation: ``engine`` is "sglang" or "vllm", ``version`` the engine version to emulate (empty: the newest that is
     supported here), ``frontend`` which of the engine's frontends answers.
 
-    Mock model: ``seed``; ``vocab_size``, at least 512; ``stop_probability``, the probability of the end-of-sequence
+    Mock model: ``seed``, in place of weights; ``sampling_seed``, of the engine's generator, which gives each request that
+    names no seed one of its own (None: all of them get ``seed``, so that one that is aborted and resumed without a seed
+    equals the undisturbed one); ``vocab_size``, at least 512; ``stop_probability``, the probability of the end-of-sequence
     token at each free choice; ``piece_probability``, that of a piece of text that is hard to handle, such as CJK
     characters, instead of a word; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed experts (0
     layers: none are returned); ``context_length``, the limit for prompt plus output in tokens.
@@ -83,6 +88,7 @@ class Config:
     frontend: Frontend = "python"
 
     seed: int = 0
+    sampling_seed: int | None = 0
     vocab_size: int = MockTokenizer.SMALLEST
     stop_probability: float = 1 / 256
     piece_probability: float = 1 / 8
@@ -161,6 +167,12 @@ class Config:
     def _refuse(self, name: str, wanted: str) -> None:
         msg = f"{name} must be {wanted}, got {getattr(self, name)!r}"
         raise ValueError(msg)
+
+    def seed_of(self, sampling: SamplingParams) -> int | None:
+        """The seed of a request; None: the engine draws one when it accepts it."""
+        if sampling.sampling_seed is not None:
+            return sampling.sampling_seed
+        return self.seed if self.sampling_seed is None else None
 
     @cached_property
     def release(self) -> tuple[int, ...]:

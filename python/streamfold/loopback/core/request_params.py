@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EngineFault", "InvalidRequest", "MalformedBody", "RequestParams", "SamplingParams"]
+__all__ = ["EngineFault", "InvalidRequest", "MalformedBody", "RequestParams", "SamplingParams", "check_known_seed"]
 
 
 class MalformedBody(Exception):
@@ -88,7 +88,7 @@ class RequestParams:
     prompt: list[int]
     sampling: SamplingParams
     index: int | None = None  # in a body with several generations
-    seed: int = 0
+    seed: int | None = None  # None: the engine draws one
     stream: bool = False
     logprobs: bool = False
     logprob_start: int = -1
@@ -101,3 +101,13 @@ class RequestParams:
     experts_start: int = 0
     experts_dtype: str = "int32"
     prompt_ids: bool = False
+
+
+def check_known_seed(params: RequestParams, name: str) -> None:
+    """Raise ValueError if an engine would draw the seed; ``name`` is that of the sampling parameter for it."""
+    if params.seed is None and not params.sampling.greedy:
+        msg = (
+            f"the request names no seed, so the engine draws one: name it ({name}) here and in the requests that are "
+            "compared, or run the engine with sampling_seed=None"
+        )
+        raise ValueError(msg)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
-from streamfold.loopback.core.request_params import InvalidRequest
+from streamfold.loopback.core.request_params import InvalidRequest, RequestParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from streamfold.loopback.core.request import EngineRequest, Milestone
 
 __all__ = ["Scheduler"]
+
+P = TypeVar("P", bound=RequestParams)
 
 # Seconds between a retraction and the abort in the queue: enough to send the client the tokens so far.
 RETRACTED_SECONDS = 0.01
@@ -37,6 +41,7 @@ class Scheduler:
         # Ids, as the engine reports them, of requests whose client disconnected.
         self.leavers: deque[str] = deque(maxlen=config.keep_requests)
         self.failure: BaseException | None = None  # of the task
+        self._seeds = random.Random(f"{config.seed}/{config.sampling_seed}")  # noqa: S311  # it has to be repeatable
         self._running: dict[str, EngineRequest] = {}
         self._waiting: dict[str, EngineRequest] = {}
         self._held = False  # paused: no request leaves the queue
@@ -47,6 +52,10 @@ class Scheduler:
         self._drained.set()
         self._wake = asyncio.Event()
         self._abort_all_at = -math.inf
+
+    def seeded(self, params: P) -> P:
+        """Return the parameters with a seed: their own, or a new one of the engine's generator."""
+        return params if params.seed is not None else replace(params, seed=self._seeds.getrandbits(32))
 
     @property
     def running(self) -> int:

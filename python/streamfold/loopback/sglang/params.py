@@ -184,7 +184,8 @@ def read_generate(body: Mapping[str, Any], config: Config) -> list[RequestParams
 def _outputs(params: RequestParams) -> list[RequestParams]:
     """Return the ``n`` generations of one prompt; if there are several, none has the rid that the client sent."""
     n = params.sampling.n
-    return [replace(params, rid=params.rid if n == 1 else uuid.uuid4().hex, seed=params.seed + i) for i in range(n)]
+    seeds = [None if params.seed is None else params.seed + i for i in range(n)]
+    return [replace(params, rid=params.rid if n == 1 else uuid.uuid4().hex, seed=seed) for seed in seeds]
 
 
 def _numbered(generations: list[RequestParams]) -> list[RequestParams]:
@@ -201,7 +202,7 @@ def _shared_params(body: Mapping[str, Any], sampling: SamplingParams, config: Co
         rid="",
         prompt=[],
         sampling=sampling,
-        seed=config.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        seed=config.seed_of(sampling),
         stream=bool(body.get("stream")),
         logprobs=bool(body.get("return_logprob")),
         logprob_start=_or(body.get("logprob_start_len"), -1),

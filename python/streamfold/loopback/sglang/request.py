@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
+from streamfold.loopback.core.request_params import check_known_seed
 from streamfold.loopback.core.tokenizer import MockDetokenizer
 from streamfold.loopback.sglang import wire
 from streamfold.loopback.sglang.params import EXPERTS_DTYPES, read_generate
@@ -193,6 +194,7 @@ def undisturbed(
     given = {"input_ids": list(input_ids), "sampling_params": sampling_params, "stream": True, **body}
     config = replace(config, frontend="python", tokens_per_step=1)
     (params,) = read_generate(given, config)
+    check_known_seed(params, "sampling_seed")
     request = SglangRequest(params, config)
     while not request.done:
         request.step(config.weight_version)

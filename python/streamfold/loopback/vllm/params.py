@@ -231,7 +231,7 @@ def _read(
         shown_rid=shown_rid,
         prompt=prompt,
         sampling=sampling,
-        seed=config.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        seed=config.seed_of(sampling),
         stream=stream,
         logprobs=logprobs is not None,
         top_logprobs=_candidates(logprobs, config),

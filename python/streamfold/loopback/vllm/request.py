@@ -10,6 +10,7 @@ import numpy as np
 
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
+from streamfold.loopback.core.request_params import check_known_seed
 from streamfold.loopback.core.tokenizer import MockDetokenizer
 from streamfold.loopback.vllm import wire
 from streamfold.loopback.vllm.completions import CompletionWriter
@@ -197,6 +198,7 @@ def undisturbed(
     config = replace(config, frontend="python")
     params = read_generate(given, config)
     verify(params, config)
+    check_known_seed(params, "seed")
     request = VllmRequest(params, config)
     while not request.done:
         request.step(config.weight_version)
