@@ -135,7 +135,7 @@ def test_every_sample_is_the_undisturbed_one_and_none_is_asked_for_twice(
     assert len(lines_of(out)) == 12
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_keeps_all_that_has_come_and_goes_on_from_there(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -340,6 +340,34 @@ async def test_a_tokenizer_makes_ids_of_texts_and_chats_and_tells_the_end(tmp_pa
         ids = [request.json["input_ids"] for request in engine.generates]
     assert ids == [[1, *b"Hi"], list(b"<user>Ho<assistant>")]
     assert [sample.status for sample in read_samples(out)] == [Sample.Status.COMPLETED] * 2
+
+
+def test_images_of_prompts_are_sent_with_each_of_their_samples_or_refused(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a", "image_data": "http://there/a.png"},
+        {"prompt": "b", "image_data": ["x", "y"]},
+        {"prompt": "c"},
+    ]
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    with Loopback() as engine:
+        for _ in range(2):
+            done = rollout(engine.url, prompts, out, "--max-new-tokens", "4", "-n", "2")
+            assert done.returncode == 0, done.stderr
+        sent = sorted((body["text"], body.get("image_data")) for body in asked(engine))
+    assert sent == [(text, images) for text, images in (("a", ["http://there/a.png"]), ("b", ["x", "y"]), ("c", None))
+                    for _ in range(2)]  # fmt: skip
+    assert by_index(out)[0].multimodal_inputs == {"images": ["http://there/a.png"]}
+    lines[0]["image_data"] = "http://there/another.png"
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    done = rollout("http://127.0.0.1:9", prompts, out, "--max-new-tokens", "4", "-n", "2")
+    assert (done.returncode, "image_data differ" in done.stderr) == (2, True), done.stderr
+    out = tmp_path / "others.jsonl"
+    done = rollout("http://127.0.0.1:9", prompts, out, "--engine", "vllm-completions")
+    assert (done.returncode, "2 prompts have image_data" in done.stderr) == (2, True), done.stderr
+    prompts.write_text('{"prompt": "a", "image_data": 3}\n', encoding="utf-8")
+    done = rollout("http://127.0.0.1:9", prompts, out)
+    assert (done.returncode, "line 1: image_data must be" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(

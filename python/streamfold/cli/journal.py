@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import orjson
 
+from streamfold.rollout.atomic_file import save_error
 from streamfold.samples.metadata import OWN_KEYS, rename_old_keys
 from streamfold.samples.sample import Sample
 from streamfold.samples.status import is_final
@@ -47,7 +48,8 @@ class Plan:
     """The samples to generate for a file of prompts: sample ``index`` is of prompt ``index // n``.
 
     Each line of the file is a JSON object with ``input_ids``, ``prompt`` (or ``text``), or both; then the engine gets
-    the ids. ``label`` becomes the sample's label, all other keys its metadata. Equal lines are separate prompts.
+    the ids. ``image_data``, a string or a list of them, are the prompt's images, ``label`` becomes the sample's label,
+    all other keys its metadata. Equal lines are separate prompts.
 
     Args:
         path: the file; lines end at LF, blank lines are ignored.
@@ -97,6 +99,11 @@ class Plan:
         return replace(prompt, index=index, group_index=index // self._n, tokens=list(prompt.tokens), metadata=metadata)
 
     @property
+    def images(self) -> int:
+        """Number of prompts with images."""
+        return sum(prompt.multimodal_inputs is not None for prompt in self._prompts)
+
+    @property
     def texts(self) -> int:
         """Number of prompts without ids."""
         return sum(not prompt.tokens for prompt in self._prompts)
@@ -113,13 +120,23 @@ def _read_prompt(line: bytes, location: str, encode: Encode | None) -> Sample:
     _check_prompt(prompt, ids, location, can_encode=encode is not None)
     if ids is None:
         ids = encode(prompt) if encode else []
+    images = _read_images(fields.pop("image_data", None), location)
     label, metadata = fields.pop("label", None), fields.pop("metadata", None) or {}
     if not isinstance(metadata, dict):
         raise ValueError(f"{location}: metadata must be an object")
     metadata = {**metadata, **fields}
     if reserved := sorted(_RESERVED & metadata.keys()):
         raise ValueError(f"{location}: {', '.join(reserved)} is set by the rollout itself: use another name")
-    return Sample(prompt=prompt or "", tokens=ids, label=label, metadata=metadata)
+    return Sample(prompt=prompt or "", tokens=ids, multimodal_inputs=images, label=label, metadata=metadata)
+
+
+def _read_images(images: object, location: str) -> dict[str, Any] | None:
+    images = [images] if isinstance(images, str) else images
+    if images is None or images == []:
+        return None
+    if not (isinstance(images, list) and all(isinstance(image, str) and image for image in images)):
+        raise ValueError(f"{location}: image_data must be a string or a list of them: URLs, paths, base64 or data URIs")
+    return {"images": images}
 
 
 def _read_object(line: bytes, location: str) -> dict[str, Any]:
@@ -195,18 +212,18 @@ class Journal:
         """Append a finished or partial sample.
 
         Raises:
-            OSError: the file cannot be written; it has its old content.
+            OSError: the file cannot be written; it has its old content. The message names it, and says what to do.
         """
         index = sample.index
         if index is None:
             raise ValueError("the sample has no index: only samples of the plan can be written")
-        fields, old = self._encode(sample, index), self._arrays.get(index)
-        line = orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
         try:
+            fields, old = self._encode(sample, index), self._arrays.get(index)
+            line = orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
             _append(self._file, line)
-        except OSError:
+        except OSError as error:
             self._file.truncate(self._size)
-            raise
+            raise save_error(error, self._path) from error
         self._add_line(fields, len(line), sample)
         if old is not None:
             (self._path.parent / old).unlink(missing_ok=True)
@@ -271,6 +288,8 @@ class Journal:
         planned = plan[index]
         expected = {"group_index": planned.group_index, "prompt": planned.prompt}
         differing = [name for name, value in expected.items() if fields[name] != value]
+        if fields.get("multimodal_inputs") != planned.multimodal_inputs:
+            differing.append("image_data")
         if fields["metadata"]["sampling_params"] != planned.metadata["sampling_params"]:
             differing.append("sampling_params")
         sample = None

@@ -15,6 +15,7 @@ from streamfold.cli.journal import Journal, Plan
 from streamfold.cli.options import EXPERTS_HELP, experts_option, params_option, tokenizer_option
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
+from streamfold.engines.detect import ENGINES
 from streamfold.errors import EngineError
 from streamfold.samples.metadata import count_of
 from streamfold.samples.status import is_finished
@@ -42,7 +43,7 @@ def command(
             exists=True,
             dir_okay=False,
             help='File of prompts, one JSON object per line, with "prompt" (text, or a list of chat messages), '
-            '"input_ids", or both: then the ids are sent.',
+            '"input_ids", or both: then the ids are sent. "image_data": images, for SGLang.',
         ),
     ],
     out: Annotated[
@@ -137,10 +138,10 @@ def command(
 
     Rerun the same command to resume after an interruption. Finished samples are
     kept. Partial ones are resumed from their tokens, or restarted if the token
-    ids of their prompt are unknown. Ctrl-C saves what was received.
+    ids of their prompt are unknown. Ctrl-C, SIGTERM and SIGHUP save what was received.
 
-    Exits with 0 if all samples are finished, with 130 after Ctrl-C, otherwise with
-    1.
+    Exits with 0 if all samples are finished, with 130 after one of these signals,
+    otherwise with 1.
     """
     overrides = {
         "max_new_tokens": max_new_tokens,
@@ -192,13 +193,15 @@ def _sampling_params(params: dict[str, Any], overrides: dict[str, Any]) -> dict[
 
 
 def _check_prompts(plan: Plan, engine: str, experts: Experts | None) -> None:
-    """Refuse prompts without ids where ids are needed.
+    """Refuse prompts without ids where ids are needed, and images where they cannot be sent.
 
     Raises:
         ValueError: there are such prompts.
     """
     if experts is not None and plan.texts:
         raise ValueError(f"--experts: {plan.texts} prompts have no input_ids: add ids, or use --tokenizer")
+    if plan.images and engine in ENGINES and ENGINES[engine].image_key is None:
+        raise ValueError(f"{plan.images} prompts have image_data, which --engine {engine} does not take: use SGLang")
     if engine == "vllm" and plan.texts:
         raise ValueError(
             f"vLLM's token endpoint only takes ids, but {plan.texts} prompts have none: use --tokenizer, or "

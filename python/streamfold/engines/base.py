@@ -114,6 +114,7 @@ class EngineSpec(ABC):
         resets_penalties: penalties, by the names of their sampling parameters, that count only the tokens that their
             own request has generated, so that those of a resumed response start over.
         repeats_text: whether a stream may send characters twice where an event brings several tokens.
+        image_key: the key of a request that holds a list of images; None: they cannot be sent as they are.
         delays_text: whether token ids come before their text, while that may become a stop string or is an
             incomplete character.
     """
@@ -137,6 +138,7 @@ class EngineSpec(ABC):
     abort_drain: ClassVar[float] = 0.0
     resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "repetition_penalty")
     repeats_text: ClassVar[bool] = False
+    image_key: ClassVar[str | None] = None
     delays_text: ClassVar[bool] = False
     workers_path: Final = "/workers"
 

@@ -28,6 +28,7 @@ class Sglang(EngineSpec):
     length_before_stop = True
     repeats_text = True
     ignores_given_ends = True
+    image_key = "image_data"
 
     def payload(
         self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: RequestOptions

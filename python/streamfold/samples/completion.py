@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from streamfold.client._internal import internals_of
@@ -17,6 +17,7 @@ from streamfold.client.request import replaced
 from streamfold.engines.base import expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.experts import kept_rows
+from streamfold.samples.images import MEDIA_KEYS, check_prompt_count, image_fields
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.repeats import Repeats
@@ -122,6 +123,9 @@ async def complete(
     each. Three calls in a row whose streams are damaged in the same way, with fewer than 16 tokens each, are the last
     ones; the second is logged as a warning.
 
+    Images of the sample (``multimodal_inputs["images"]``) are sent to SGLang with each request, unless ``options.extra``
+    has them; other inputs, and images for other endpoints, are refused.
+
     A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. If the engine sends the prompt's ids
     (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is
     restarted from its prompt, and ``metadata["streamfold_restarted_tokens"]`` counts what was dropped. The same holds
@@ -178,11 +182,13 @@ class _Outcome:
         generation: what it has generated.
         error: what it failed with; None if it finished, or if its abort is the result.
         was_aborted: whether the caller, the client or the host has aborted it.
+        has_wrong_prompt: whether the engine counted another prompt than in the calls before: it would do so again.
     """
 
     generation: Generation
     error: StreamfoldError | None
     was_aborted: bool
+    has_wrong_prompt: bool = False
 
     @property
     def has_tokens(self) -> bool:
@@ -190,13 +196,16 @@ class _Outcome:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether an event was lost, as a count behind the terminal event says: then no token is certain."""
-        return isinstance(self.error, DecodeError) and self.generation.finish_reason is not None
+        """Whether no token is certain: an event was lost, as a count behind the terminal event says."""
+        is_lost = isinstance(self.error, DecodeError) and self.generation.finish_reason is not None
+        return is_lost or self.has_wrong_prompt
 
     @property
     def is_resumable(self) -> bool:
         """Whether another call may succeed. One that has received no token was retried by the client already."""
         error = self.error
+        if self.has_wrong_prompt:
+            return False
         if isinstance(error, EngineError):
             return error.retryable and (self.has_tokens or self.generation.finish_reason == "abort")
         return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and self.has_tokens
@@ -231,6 +240,7 @@ class _Completion:
         self._options = options
         self._args = args
         self._calls = 0
+        self._images: dict[str, Any] = {}  # the sample's own, if the caller has not encoded them
         self._failures = 0  # of calls in a row that have received no token
         self._repeats = Repeats()
         self._turn = Turn(
@@ -285,7 +295,10 @@ class _Completion:
 
     def _check_request(self) -> None:
         """Raise ValueError, before anything is sent, if what the calls will generate cannot fit the sample."""
-        sample, before = self._sample, self._sample.response_length
+        sample, before, left = self._sample, self._sample.response_length, self._turn.tokens_left
+        extra, has_budget = self._options.extra, left is None or left > 0  # without it no request is sent
+        if has_budget and not callable(extra) and not (extra or {}).keys() & (_PROMPT_KEYS | MEDIA_KEYS):
+            self._images = image_fields(sample, self._engine_spec)
         if not has_generated(sample):
             return
         has_logprobs = sample.rollout_log_probs is not None
@@ -298,6 +311,7 @@ class _Completion:
         """Make one call. If this is cancelled, the call is aborted and what it has generated is merged."""
         self._calls += 1
         input_ids, extra = self._prompt()
+        self._has_media = bool(extra.keys() & MEDIA_KEYS)
         call = self._client.start(
             input_ids,
             self._remaining_params(),
@@ -312,14 +326,19 @@ class _Completion:
             aborted=self._host_abort,
         )
         try:
-            return _Outcome(await call, None, call.aborting)
+            return self._outcome(await call, None, was_aborted=call.aborting)
         except StreamfoldError as error:
-            return _Outcome(await call.abort(), error, call.aborting)  # at once: the call has ended
+            return self._outcome(await call.abort(), error, was_aborted=call.aborting)  # at once: the call has ended
         except BaseException as cause:
             generation = await call.abort()
             failure = call.error if isinstance(call.error, StreamfoldError) else None
-            self._write_or_drop(_Outcome(generation, failure, was_aborted=True), cause=cause)
+            self._write_or_drop(self._outcome(generation, failure, was_aborted=True), cause=cause)
             raise
+
+    def _outcome(self, generation: Generation, error: StreamfoldError | None, *, was_aborted: bool) -> _Outcome:
+        """How a call ended. One whose prompt was another than before has failed, however it ended."""
+        miscounted = check_prompt_count(self._sample, generation, has_media=self._has_media)
+        return _Outcome(generation, miscounted or error, was_aborted, has_wrong_prompt=miscounted is not None)
 
     def _prompt(self) -> tuple[list[int] | None, dict[str, Any]]:
         """The ids to send, if the prompt is sent as ids, and the further keys of the request."""
@@ -327,8 +346,10 @@ class _Completion:
         keys = dict((extra() if callable(extra) else extra) or {})
         if keys.keys() & _PROMPT_KEYS:
             return None, keys
+        keys |= self._images
         if len(sample.tokens) > sample.response_length:
-            return sample.tokens, keys
+            # The engine may make more ids of those of an image, so the client must not count them.
+            return (None, {**keys, "input_ids": sample.tokens}) if self._images else (sample.tokens, keys)
         if sample.response_length:
             raise ValueError("another turn needs the ids of the prompt before those of the response: sample.tokens")
         return None, {**keys, "text": sample.prompt}
@@ -357,7 +378,7 @@ class _Completion:
         if is_unexpected_abort and self._options.resume_aborts:
             message = "the engine aborted the request, which neither the caller nor the host had requested"
             error = EngineError(message, retryable=True, partial=outcome.generation)
-        return _Outcome(outcome.generation, error, was_aborted)
+        return replace(outcome, error=error, was_aborted=was_aborted)
 
     def _may_resume(self, outcome: _Outcome) -> bool:
         """Whether another call may follow. Once for each call: some damage counts."""

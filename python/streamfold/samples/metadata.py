@@ -19,6 +19,8 @@ trainers' name, for the trainers' purpose.
 ``streamfold_corrected_text``     how often the engine's text of a turn was none that it would have shown of the
                                   tokens, so that the decoded text was taken: SGLang repeats characters where an
                                   event brings several tokens
+``streamfold_prompt_tokens``      tokens of a prompt with images as the engine counts them, if these are not as many
+                                  as the ids that it was sent or that the sample has
 ``streamfold_unchecked_text``     True: there was no tokenizer to check the text with, and a stream brought several
                                   tokens an event, so that characters may be repeated in it
 ``streamfold_turn``               ``[tokens, characters]`` of the response before the turn that is being generated
@@ -48,7 +50,8 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
 __all__ = [
-    "OWN_KEYS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of", "enter", "metadata_of",
+    "OWN_KEYS", "PROMPT_TOKENS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of", "enter",
+    "metadata_of",
     "own_metadata", "remove_keys", "rename_old_keys",
 ]  # fmt: skip
 
@@ -56,6 +59,7 @@ _PREFIX: Final = "streamfold_"
 _COUNTS: Final = (
     "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text",
 )  # fmt: skip
+PROMPT_TOKENS: Final = f"{_PREFIX}prompt_tokens"
 START_ROLLOUT_ID: Final = "start_rollout_id"
 _TURN: Final = f"{_PREFIX}turn"
 _WRITTEN: Final = f"{_PREFIX}written"
@@ -63,7 +67,15 @@ _EXACT_CHARACTERS: Final = f"{_PREFIX}known_text"
 _TEXT_JOINED: Final = f"{_PREFIX}text_joined"
 _TEXT_UNCHECKED: Final = f"{_PREFIX}unchecked_text"
 OWN_KEYS: Final = frozenset(
-    {_TURN, _WRITTEN, _EXACT_CHARACTERS, _TEXT_JOINED, _TEXT_UNCHECKED, *(f"{_PREFIX}{name}" for name in _COUNTS)}
+    {
+        PROMPT_TOKENS,
+        _TURN,
+        _WRITTEN,
+        _EXACT_CHARACTERS,
+        _TEXT_JOINED,
+        _TEXT_UNCHECKED,
+        *(f"{_PREFIX}{name}" for name in _COUNTS),
+    }
 )
 # The names of keys in files that were written before all of them had the prefix, and the type of their values.
 _OLD_NAMES: Final = {

@@ -59,7 +59,8 @@ class Sample:
         index: number of the sample among those of all prompts.
         prompt: text, or chat messages.
         tokens: ids of the prompt, then of the response.
-        multimodal_inputs: inputs other than text, as ``{"images": [...]}``.
+        multimodal_inputs: inputs other than text, as ``{"images": [...]}``; each image a str as SGLang takes it (URL,
+            path, base64, data URI), the bytes of a file, or an image of Pillow.
         response: text of the response.
         response_length: number of response tokens: the last ones of ``tokens``.
         label: the expected answer, for the reward function.
