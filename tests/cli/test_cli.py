@@ -214,7 +214,28 @@ def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("status", [400, 401, 404, 503])
+def test_record_of_a_refusal_keeps_it_and_fails(status: int, tmp_path: Path) -> None:
+    refusal = Faults([{"kind": "status", "status": status, "body": {"error": "not [/today]"}}])
+    with Loopback(faults=refusal) as engine:
+        done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", tmp_path / "stream.sse")
+    assert done.returncode == 1
+    assert f"the engine refused the request with HTTP {status}" in done.stderr
+    assert "not [/today]" in done.stderr
+    saved = Recording.load(tmp_path / "stream.sse")
+    assert (saved.status, b"not [/today]" in saved.body) == (status, True)
+
+
+def test_record_sends_the_api_key_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with Loopback(api_key="s3cret") as engine:
+        arguments = ("record", "--url", engine.url, "--payload", PAYLOAD, "--out", tmp_path / "stream.sse")
+        monkeypatch.setenv("STREAMFOLD_API_KEY", "s3cret")
+        assert streamfold(*arguments).returncode == 0
+        monkeypatch.delenv("STREAMFOLD_API_KEY")
+        assert streamfold(*arguments).returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_recording_that_is_interrupted_keeps_what_has_come(number: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "stream.sse"
     with Loopback(token_rate=200, faults=Faults([{"kind": "silence", "after_events": 20}])) as engine:
@@ -251,6 +272,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
         done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", "/dev/full")
     assert done.returncode == 2
     assert "/dev/full cannot be written: [Errno 28]" in done.stderr
+    assert "free space on that disk, or save to another one" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     failed = CliRunner().invoke(app, ["demo", "--prompts", str(few_prompts(tmp_path)), "--out", "/dev/full"])
     assert failed.exit_code == 2

@@ -255,7 +255,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(prompts: Path, out: Path) -> None
         before = out.read_bytes()
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limit[1]))
         try:
-            with pytest.raises(OSError, match="File too large"):
+            with pytest.raises(OSError, match=r"File too large: raise the limit .*ulimit -f.*samples\.jsonl"):
                 journal.write(ended(plan, 1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)

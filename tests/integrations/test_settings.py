@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamfold import Limits, Retries, RolloutConfig, Timeouts
+from streamfold import EngineError, Limits, Retries, RolloutConfig, Timeouts
+from streamfold.integrations.clients import client_handle
 from streamfold.integrations.settings import SETTINGS, Settings
+from streamfold.loopback import Loopback
 
 
 def read(**attributes: Any) -> Settings:
@@ -54,6 +57,10 @@ def test_an_attribute_takes_precedence_over_a_variable_and_both_over_the_default
         ("max_staleness", "", None),
         ("in_flight", "4", 4),
         ("model", "actor", "actor"),
+        ("api_key", "s3cret", "s3cret"),
+        ("headers", {"X-Team": "a"}, {"X-Team": "a"}),
+        ("headers", '{"X-Team": "a"}', {"X-Team": "a"}),
+        ("headers", "none", None),
         ("keep_finished", False, False),
         ("keep_finished", "Off", False),
         ("keep_finished", "1", True),
@@ -90,6 +97,10 @@ def test_values_are_read_from_python_yaml_and_the_shell(
         ("drain", "none", "must be a number of seconds, 0 or more; not 'none'"),
         ("in_flight", 0, "must be a whole number, 1 or more, or none; not 0"),
         ("model", 3, "must be a name, or none; not 3"),
+        ("api_key", 3, "must be a text, or none; not a int"),
+        ("headers", "s3cret", "must be an object of names and texts, or none; not a str"),
+        ("headers", {"X-Team": 3}, "must be an object of names and texts, or none; not a dict"),
+        ("headers", ["X-Team"], "must be an object of names and texts, or none; not a list"),
         ("keep_finished", "perhaps", "must be true or false; not 'perhaps'"),
         ("keep_finished", None, "must be true or false; not None"),
     ],
@@ -103,3 +114,27 @@ def test_an_invalid_value_is_refused_by_the_name_under_which_it_was_given(
         monkeypatch.setenv(f"STREAMFOLD_{name.upper()}", given)
         with pytest.raises(ValueError, match=f"^STREAMFOLD_{name.upper()} {message}$"):
             read()
+
+
+async def test_key_and_headers_are_sent_with_every_request_and_are_part_of_no_message() -> None:
+    settings = read(api_key="s3cret", headers={"X-Team": "hidden"})
+    assert not {"s3cret", "hidden"} & set(re.findall(r"\w+", repr(settings)))
+    with Loopback(api_key="s3cret") as engine:
+        handle = await client_handle("sglang", engine.url, settings)
+        other = await client_handle("sglang", engine.url, read(api_key="another"))
+        assert other is not handle
+        assert await client_handle("sglang", engine.url, read(api_key="s3cret", headers={"X-Team": "hidden"})) is handle
+        assert len((await handle.client.generate([300], {"max_new_tokens": 3, "ignore_eos": True})).token_ids) == 3
+        assert await handle.client.abort_engines(10)
+        with pytest.raises(EngineError, match="401"):
+            await other.client.generate([300], {"max_new_tokens": 3})
+        sent = [seen.headers for seen in engine.seen() if seen.headers.get("authorization") == "Bearer s3cret"]
+    assert len(sent) >= 2
+    assert {headers.get("x-team") for headers in sent} == {"hidden"}
+    expected = {"Authorization": "Bearer s3cret", "X-Team": "hidden"}
+    assert settings.sent_headers == expected
+
+
+async def test_a_header_that_cannot_be_sent_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="Content-Length"):
+        await client_handle("sglang", "http://127.0.0.1:9", read(headers={"Content-Length": "3"}))

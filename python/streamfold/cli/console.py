@@ -30,11 +30,15 @@ def progress_bar(text: str, *, target: Console = console) -> Progress:
 
 
 def cancel_on_signals(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run ``work`` in a task that Ctrl-C and SIGTERM cancel, each time that they come."""
+    """Run ``work`` in a task that Ctrl-C, SIGTERM and SIGHUP cancel, each time that they come.
+
+    A SIGHUP that is ignored stays so: ``nohup`` asks for that.
+    """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, task.cancel)
     return task
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from streamfold.cli.console import check_out, console, fail, import_loopback
 from streamfold.cli.demo_job import read_prompts, run, write
+from streamfold.rollout.atomic_file import save_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,7 +81,7 @@ def command(
     try:
         write(report.outcomes, out)
     except OSError as error:
-        fail(f"{out} cannot be written: {error}")
+        fail(f"{out} cannot be written: {save_error(error, out)}")
     _print_report(report)
     _print_line(f"The finished samples are in {out}")
     if report.problems:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -14,11 +14,14 @@ from streamfold.cli.console import cancel_on_signals, check_out, console, errors
 from streamfold.cli.recording import Recording, record
 from streamfold.client.urls import bearer
 from streamfold.engines.detect import ENGINES
+from streamfold.rollout.atomic_file import save_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["command"]
+
+_SHOWN_BYTES: Final = 1000  # of an error
 
 
 def command(
@@ -43,7 +46,9 @@ def command(
             help="Endpoint: sglang: /generate; vllm: /inference/v1/generate; vllm-completions: /v1/completions."
         ),
     ] = "sglang",
-    api_key: Annotated[str | None, typer.Option(help="Bearer token to send. Default: none.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Bearer token to send. Default: none.", envvar="STREAMFOLD_API_KEY")
+    ] = None,
 ) -> None:
     """Send one request and save the response byte for byte, with the time of each read.
 
@@ -51,8 +56,10 @@ def command(
     vllm-completions put "return_token_ids": true into it, as replay needs the token
     ids.
 
-    Ctrl-C ends the recording and keeps what was received. Read it with
-    [bold]streamfold replay[/].
+    Ctrl-C, SIGTERM and SIGHUP end the recording and keep what was received. Read it
+    with [bold]streamfold replay[/].
+
+    Exits with 0 if the status of the response is below 400, otherwise with 1.
     """
     recording = Recording(b"", request=_read_payload(payload, engine), engine=engine)
     details = out.with_suffix(".json")
@@ -70,11 +77,15 @@ def command(
     try:
         recording.save(out)
     except OSError as error:
-        fail(f"{out} cannot be written: {error}")
+        fail(f"{out} cannot be written: {save_error(error, out)}")
     size, reads = len(recording.body), len(recording.reads)
     console.print(f"HTTP {recording.status}, {size} bytes in {reads} reads, ended by {recording.end}")
     hint = f"Saved to {out} and {details}. To parse it: streamfold replay {shlex.quote(str(out))}"
     console.print(hint, soft_wrap=True)
+    if recording.status >= 400:
+        errors.print(f"streamfold: the engine refused the request with HTTP {recording.status}", style="red")
+        errors.print(recording.body[:_SHOWN_BYTES].decode(errors="replace"), soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def _read_payload(path: Path, engine: str) -> dict[str, Any]:

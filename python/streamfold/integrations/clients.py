@@ -105,7 +105,7 @@ async def client_handle(
     """The running event loop's client for a router, created on first use and closed with the loop.
 
     Raises:
-        ValueError: ``url`` is no address.
+        ValueError: ``url`` is no address, or the key or a header cannot be sent.
     """
     loop = asyncio.get_running_loop()
     if loop not in _handles:
@@ -113,10 +113,20 @@ async def client_handle(
             _handles.pop(closed, None)
         _handles[loop] = {}
     limits, timeouts, retries = settings.limits, settings.timeouts, settings.retries
-    key = (engine, url, limits, timeouts, retries, experts)
+    headers = tuple(sorted((settings.headers or {}).items()))
+    key = (engine, url, limits, timeouts, retries, experts, settings.api_key, headers)
     found = _handles[loop].get(key)
     if found is None:
-        client = Client(url, engine=engine, timeouts=timeouts, limits=limits, retries=retries, experts=experts)
+        client = Client(
+            url,
+            engine=engine,
+            timeouts=timeouts,
+            limits=limits,
+            retries=retries,
+            experts=experts,
+            api_key=settings.api_key,
+            headers=settings.headers,
+        )
         closing = _close_with_loop(loop, client)
         await closing.__anext__()  # registers it with the loop; does not suspend
         found = _handles[loop][key] = ClientHandle(client, _closing=closing)

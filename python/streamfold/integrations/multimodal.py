@@ -103,7 +103,7 @@ async def _post(request: SampleRequest, body: Mapping[str, Any]) -> httpx.Respon
     timeout = httpx.Timeout(None, connect=timeouts.connect)
     # A transport of its own: a cancelled request leaves nothing behind in a pool.
     async with httpx.AsyncClient(transport=new_transport(), timeout=timeout, trust_env=False) as http:
-        headers = {**request.headers, "Content-Type": "application/json"}
+        headers = {**request.settings.sent_headers, **request.headers, "Content-Type": "application/json"}
         try:
             work = http.post(url, content=orjson.dumps(body), headers=headers)
             return await asyncio.wait_for(work, timeouts.first_token)

@@ -9,6 +9,7 @@ Attributes take precedence. ``none`` (in YAML ``null``) means no limit, where a 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from streamfold.client.limits import Limits, Retries, Timeouts
+from streamfold.client.urls import bearer
 from streamfold.rollout.config import RolloutConfig
 from streamfold.samples.completion import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
 
@@ -45,8 +47,11 @@ _SCOPES: Final[dict[Scope, str]] = {
 }
 
 
-def _setting(default: T, meaning: str, *, scope: Scope = "all", minimum: int | None = None) -> T:
-    return field(default=default, metadata={"meaning": meaning, "scope": scope, "minimum": minimum})
+def _setting(
+    default: T, meaning: str, *, scope: Scope = "all", minimum: int | None = None, is_secret: bool = False
+) -> T:
+    metadata = {"meaning": meaning, "scope": scope, "minimum": minimum, "is_secret": is_secret}
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,12 @@ class Settings:
         None,
         "the model of `sglang_model_routers` (`vllm_model_routers`) to use for samples whose "
         '`metadata["model_name"]` names none of them',
+    )
+    api_key: str | None = _setting(
+        None, "bearer token of each request, for engines and routers that require one", is_secret=True
+    )
+    headers: dict[str, str] | None = _setting(
+        None, "further headers of each request: names and values (as a variable: a JSON object)", is_secret=True
     )
     keep_finished: bool = _setting(
         RolloutConfig.keep_finished,
@@ -136,6 +147,11 @@ class Settings:
         )
 
     @property
+    def sent_headers(self) -> dict[str, str]:
+        """Key and headers as a client sends them, for requests that are made without one."""
+        return {**({} if self.api_key is None else {"Authorization": bearer(self.api_key)}), **(self.headers or {})}
+
+    @property
     def limits(self) -> Limits:
         """Limits of a client."""
         return Limits(self.concurrency, self.max_event_bytes)
@@ -157,6 +173,7 @@ class Setting:
         default: used if neither attribute nor variable is set.
         minimum: the smallest number allowed.
         scope: the functions that it concerns.
+        is_secret: whether the value is never shown.
         meaning: one line for the documentation.
     """
 
@@ -166,6 +183,7 @@ class Setting:
     default: Value
     minimum: int | None
     scope: Scope
+    is_secret: bool
     meaning: str
 
     @cached_property
@@ -182,7 +200,9 @@ class Setting:
     def expected(self) -> str:
         """What a value must be, for error messages."""
         number = "a whole number" if self.kind is int else "a number of seconds"
-        words = {bool: "true or false", str: "a name", int: number, float: number}.get(self.kind)
+        headers = "an object of names and texts"
+        words = {bool: "true or false", str: "a name", dict: headers, int: number, float: number}.get(self.kind)
+        words = "a text" if self.is_secret and self.kind is str else words
         words = words or f"one of {', '.join(get_args(self.kind))}"
         words += "" if self.minimum is None else f", {self.minimum} or more"
         return f"{words}, or none" if self.is_optional else words
@@ -214,7 +234,8 @@ class Setting:
             if get_origin(self.kind) is Literal and parsed not in get_args(self.kind):
                 raise ValueError
         except (TypeError, ValueError, KeyError, OverflowError):
-            raise ValueError(f"{source} must be {self.expected}; not {value!r}") from None
+            shown = f"a {type(value).__name__}" if self.is_secret else repr(value)
+            raise ValueError(f"{source} must be {self.expected}; not {shown}") from None
         return parsed
 
 
@@ -231,11 +252,19 @@ def _text(value: Value) -> str:
     return value
 
 
+def _headers(value: Value) -> dict[str, str]:
+    headers = json.loads(value) if isinstance(value, str) else dict(value)
+    if not isinstance(headers, dict):
+        raise TypeError
+    return {_text(name): _text(text) for name, text in headers.items()}
+
+
 _PARSERS: Final[dict[Any, Callable[[Value], Value]]] = {
     int: _whole_number,
     float: float,
     bool: lambda value: _FLAGS[str(value).lower()],
     str: _text,
+    dict: _headers,
     Literal: _text,
 }
 
@@ -244,7 +273,8 @@ def _table() -> tuple[Setting, ...]:
     hints = get_type_hints(Settings)
     rows = []
     for each in fields(Settings):
-        kinds = [kind for kind in get_args(hints[each.name]) if isinstance(kind, type)]
+        kinds = [get_origin(kind) or kind for kind in get_args(hints[each.name])]
+        kinds = [kind for kind in kinds if isinstance(kind, type)]
         is_optional = NoneType in kinds
         kind = next(kind for kind in kinds if kind is not NoneType) if is_optional else hints[each.name]
         rows.append(Setting(name=each.name, kind=kind, is_optional=is_optional, default=each.default, **each.metadata))

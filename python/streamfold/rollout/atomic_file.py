@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -13,9 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["replacing"]
+__all__ = ["replacing", "save_error"]
 
 _BUFFER_SIZE: Final = 1 << 20
+_FULL: Final = "free space on that disk, or save to another one"
+_FORBIDDEN: Final = "save to a folder that this user can write"
+_ADVICE: Final = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or save less at once",
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: _FORBIDDEN,
+    errno.ENOENT: "create its folder first",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 
 @contextlib.contextmanager
@@ -23,23 +36,37 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file in the same folder, which replaces ``path`` if the block ends without an error.
 
     Both the file and its folder are synchronized to the disk. Temporary files of killed processes are removed.
+
+    Raises:
+        OSError: the file cannot be written; it has its old content. The message names it, and says what to do.
     """
-    _remove_stale(path)
-    file, temporary = _open_temporary(path)
     try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        _remove_stale(path)
+        file, temporary = _open_temporary(path)
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise save_error(error, path) from error
+
+
+def save_error(error: OSError, path: Path) -> OSError:
+    """The same error of the file that was to be written, with what can be done about it."""
+    advice = _ADVICE.get(error.errno or 0)
+    if error.errno is None or advice is None or advice in str(error):
+        return error
+    return OSError(error.errno, f"{error.strerror}: {advice}", str(path))
 
 
 def _open_temporary(path: Path) -> tuple[BinaryIO, Path]:
