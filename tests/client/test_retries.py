@@ -308,7 +308,7 @@ async def test_a_thousand_tries_that_fail_alike_are_one_warning(
 
 
 async def test_without_a_limit_a_call_is_tried_until_it_succeeds(speech: Speech) -> None:
-    more_than_usual = Retries().tries + 5
+    more_than_usual = (Retries().tries or 0) + 5
     no_limit = Retries(tries=None, first=0.0, longest=0.0)
     async with speech.replay() as server, speech.client(server.url, retries=no_limit) as client:
         server.routes[speech.path] = in_turn(server, *[BUSY] * more_than_usual, speech.whole)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.lowest import declared, lowest
 from support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
 PACKAGE = ROOT / "python" / "streamfold"
 # Used only on values of their own types, which nobody has without them.
 OPTIONAL = {"torch", "PIL"}
-
-
-def declared(name: str) -> dict[str, str]:
-    """The requirements of a list of pyproject.toml: name and bounds."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    listed = re.search(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
-    assert listed, f"pyproject.toml has no list {name}"
-    found = re.findall(r'"([\w-]+)([^"]*)"', re.sub(r"#.*", "", listed[1]))
-    return {name.lower(): bounds for name, bounds in found}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -60,3 +52,10 @@ def test_the_tests_run_under_the_newest_uvicorn_that_the_loopback_extra_allows()
     assert bound, "uvicorn's internals are used: it needs an upper bound"
     assert int(version("uvicorn").split(".")[1]) == int(bound[1]) - 1
     assert declared("test")["uvicorn"] == declared("loopback")["uvicorn"]
+
+
+def test_every_requirement_of_the_package_is_tested_at_its_lower_bound() -> None:
+    pinned = dict(line.split("==") for line in lowest("dependencies", "loopback") if "==" in line)
+    known = declared("dependencies") | declared("loopback")
+    assert {name for name, bounds in known.items() if bounds} == pinned.keys()
+    assert all(known[name].startswith(f">={version}") for name, version in pinned.items())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -13,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import pytest
 
+from streamfold.rollout.atomic_file import save_error
 from streamfold.rollout.buffer import Buffer
+from streamfold.rollout.groups import prompt_groups
 from streamfold.samples.sample import Sample
 from support.exactly import exactly
 from support.host.slime.utils.types import Sample as HostSample
@@ -365,3 +370,37 @@ def test_a_process_that_is_killed_leaves_its_last_save_or_the_one_it_was_at(seed
         assert len(left) <= 1, "what the process before had left is gone"
         torn += len(left)
     assert torn > 0, "no process was killed in the middle of a save"
+
+
+def test_a_save_that_fails_names_the_file_and_what_to_do_and_leaves_the_old_one(tmp_path: Path) -> None:
+    buffer, path = Buffer(prompt_groups([Sample(tokens=[1] * 4000)], 2)), tmp_path / "buffer"
+    buffer.save(path)
+    before = path.read_bytes()
+    buffer.put(buffer.take(1))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: raise the limit of file sizes .*buffer'") as failed:
+            buffer.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert failed.value.filename == str(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["buffer"]
+    assert path.read_bytes() == before
+    with pytest.raises(FileNotFoundError, match="create its folder first"):
+        buffer.save(tmp_path / "no" / "buffer")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "free space on that disk"),
+        (errno.EDQUOT, "free space on that disk"),
+        (errno.EROFS, "a folder that this user can write"),
+        (errno.EACCES, "a folder that this user can write"),
+    ],
+)
+def test_what_can_be_done_about_a_failed_save_is_said_once(number: int, advice: str, tmp_path: Path) -> None:
+    error = save_error(OSError(number, os.strerror(number)), tmp_path / "buffer")
+    assert (error.errno, error.filename, type(error)) == (number, str(tmp_path / "buffer"), type(OSError(number, "")))
+    assert str(error).count(advice) == str(save_error(error, tmp_path / "buffer")).count(advice) == 1

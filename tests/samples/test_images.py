@@ -6,12 +6,13 @@ import asyncio
 import base64
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from streamfold import Buffer, Client, CompletionOptions, DecodeError, Rollout, RolloutConfig, Sample, complete
 from streamfold.loopback import Loopback
 from support.completing import SOON, answers, truncated
-from support.replay import DONE, Replay, stream
+from support.replay import DONE, Replay, stream, until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +75,7 @@ async def test_a_resumed_sample_sends_its_images_again_and_equals_the_undisturbe
     with Loopback(token_rate=400) as engine:
         async with Client(engine.url) as client:
             task = asyncio.ensure_future(complete(client, cut, params))
-            while not sum(call.token_count for call in client.running):
-                await asyncio.sleep(0.002)
+            await until(lambda: sum(call.token_count for call in client.running))
             task.cancel()
             await asyncio.wait([task])
             assert cut.status is Sample.Status.ABORTED
@@ -124,10 +124,8 @@ async def test_inputs_of_nothing_are_no_images() -> None:
 
 def event(ids: list[int], prompt_tokens: int, finish: str | None = None) -> bytes:
     """SGLang's event with a count of the prompt."""
-    import orjson  # noqa: PLC0415
-
     logprobs = [[-1.0, token, None] for token in ids]
-    meta = {"id": "r", "finish_reason": finish and {"type": finish}, "prompt_tokens": prompt_tokens}
+    meta: dict[str, Any] = {"id": "r", "finish_reason": finish and {"type": finish}, "prompt_tokens": prompt_tokens}
     meta |= {"completion_tokens": len(ids), "output_token_logprobs": logprobs}
     return b"data: " + orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta}) + b"\n\n"
 

@@ -91,7 +91,7 @@ class Settings:
     api_key: str | None = _setting(
         None, "bearer token of each request, for engines and routers that require one", is_secret=True
     )
-    headers: dict[str, str] | None = _setting(
+    headers: dict[str, str] | None = _setting(  # noqa: RUF009  # a field specifier
         None, "further headers of each request: names and values (as a variable: a JSON object)", is_secret=True
     )
     keep_finished: bool = _setting(

@@ -123,8 +123,8 @@ async def complete(
     each. Three calls in a row whose streams are damaged in the same way, with fewer than 16 tokens each, are the last
     ones; the second is logged as a warning.
 
-    Images of the sample (``multimodal_inputs["images"]``) are sent to SGLang with each request, unless ``options.extra``
-    has them; other inputs, and images for other endpoints, are refused.
+    Images of the sample (``multimodal_inputs["images"]``) are sent to SGLang with each request, unless
+    ``options.extra`` has them; other inputs, and images for other endpoints, are refused.
 
     A prompt without ids (``sample.tokens`` empty) is sent as ``sample.prompt``. If the engine sends the prompt's ids
     (``options.prompt_token_ids``), they are kept. Otherwise such a sample cannot be resumed from its tokens: it is

@@ -91,7 +91,7 @@ def check_prompt_count(sample: SampleLike, generation: Generation, *, has_media:
     kind = "the first call" if PROMPT_TOKENS in metadata_of(sample) else "the ids of the sample"
     return DecodeError(
         f"the engine reports a prompt of {counted} tokens, but there are {noted + before}: {noted} of the prompt by "
-        f"{kind}, and {before} of the response. Its tokens are dropped; check that the images are the same in each call",
+        f"{kind}, and {before} of the response. Its tokens are dropped: check that each call has the same images",
         kind="length",
         offset=0,
         path="prompt_tokens",

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OWN_KEYS", "PROMPT_TOKENS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of", "enter",
-    "metadata_of",
-    "own_metadata", "remove_keys", "rename_old_keys",
+    "metadata_of", "own_metadata", "remove_keys", "rename_old_keys",
 ]  # fmt: skip
 
 _PREFIX: Final = "streamfold_"

@@ -52,12 +52,12 @@ class Config:
     Emulation: ``engine`` is "sglang" or "vllm", ``version`` the engine version to emulate (empty: the newest that is
     supported here), ``frontend`` which of the engine's frontends answers.
 
-    Mock model: ``seed``, in place of weights; ``sampling_seed``, of the engine's generator, which gives each request that
-    names no seed one of its own (None: all of them get ``seed``, so that one that is aborted and resumed without a seed
-    equals the undisturbed one); ``vocab_size``, at least 512; ``stop_probability``, the probability of the end-of-sequence
-    token at each free choice; ``piece_probability``, that of a piece of text that is hard to handle, such as CJK
-    characters, instead of a word; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed experts (0
-    layers: none are returned); ``context_length``, the limit for prompt plus output in tokens.
+    Mock model: ``seed``, in place of weights; ``sampling_seed``, of the engine's generator, which gives each request
+    that names no seed one of its own (None: all of them get ``seed``, so that one that is aborted and resumed without a
+    seed equals the undisturbed one); ``vocab_size``, at least 512; ``stop_probability``, the probability of the
+    end-of-sequence token at each free choice; ``piece_probability``, that of a piece of text that is hard to handle,
+    such as CJK characters, instead of a word; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed
+    experts (0 layers: none are returned); ``context_length``, the limit for prompt plus output in tokens.
 
     Speed: ``token_rate`` in tokens per second and request (None: unlimited), ``tokens_per_step`` as with speculative
     decoding, ``prefill_delay`` in seconds before the first token, ``max_running_requests`` in the batch,
