@@ -35,7 +35,7 @@ SHELL := bash
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help demo test test-torch lint check bench soak fuzz wheel develop clean FORCE
+.PHONY: help demo test test-torch test-lowest lint check bench soak fuzz wheel develop clean FORCE
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,18 @@ test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch)
 
 test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB)
 	$(BIN)/pytest -m torch $(TEST_ARGS)
+
+# Not the whole suite: what a requirement that is too old would break.
+LOWEST_TESTS ?= tests/cli tests/client/test_client.py tests/client/test_requests.py tests/client/test_network.py \
+  tests/loopback/test_generate.py tests/loopback/test_router.py tests/samples/test_sample.py tests/rollout/test_buffer.py
+LOWEST := target/lowest
+
+test-lowest: $(BUILT)  ## Run the command line's tests and some others with the lowest versions that pyproject.toml allows
+	rm -rf $(LOWEST)
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/python tests/support/lowest.py >target/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --requirement target/lowest.txt
+	PYTHONPATH=$(CURDIR)/python $(LOWEST)/bin/python -m pytest -n $(TEST_JOBS) $(LOWEST_TESTS) $(TEST_ARGS)
 
 lint: $(BUILT)  ## Check formats, lints, types, import layers, complexity, and the stub against the compiled module
 	$(CARGO) fmt --all --check

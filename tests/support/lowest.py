@@ -28,5 +28,8 @@ def lowest(*lists: str) -> list[str]:
     return [package if least is None else f"{package}=={least[1]}" for package, least in sorted(pinned.items())]
 
 
+# Not required by pyproject.toml: newer releases of click warn of names that the oldest typer imports.
+OF_THAT_TIME = ("click<8.3",)
+
 if __name__ == "__main__":
-    sys.stdout.write("".join(f"{line}\n" for line in lowest("dependencies", "loopback", "test")))
+    sys.stdout.write("".join(f"{line}\n" for line in (*lowest("dependencies", "loopback", "test"), *OF_THAT_TIME)))
