@@ -15,7 +15,6 @@ from conftest import LOOPS
 from streamfold import Client, StreamfoldError
 from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
-from streamfold.rollout.pool import Pool
 from streamfold.rollout.rollout import RolloutConfig
 from streamfold.rollout.runner import RateLimiter
 from streamfold.samples.sample import Sample
@@ -131,42 +130,6 @@ async def test_groups_that_the_filter_drops_are_counted_by_reason_forgotten_and_
     assert set(dropped) == {"streamfold/groups/dropped/too easy", "streamfold/groups/dropped/too hard"}
     assert sum(dropped.values()) == result.metrics["streamfold/groups/dropped"] >= 3
     assert source.in_flight == 0
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-async def test_a_rollout_that_ends_short_says_how_many_groups_were_dropped_and_why(
-    pooled: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def ends(verdict: Any) -> str:
-        caplog.clear()
-        source = Buffer(groups_of(6))
-        made = rollout(Scripted(), groups=6, filter=verdict)
-        if pooled:
-            async with Pool(made, source) as pool:
-                await bounded(pool.next(6))
-        else:
-            await bounded(made.run(source))
-        return next(line for line in caplog.messages if "ran out" in line)
-
-    assert (await ends(lambda _group: (False, "all rewards equal"))).endswith("; 6 groups dropped: all rewards equal")
-    mixed = await ends(lambda group: (False, "too easy" if group[0].group_index else "too hard"))
-    assert mixed.endswith("; 6 groups dropped: 5 too easy, 1 too hard")
-
-
-@pytest.mark.parametrize("what", ["nothing", "no verdict but a reason", "a coroutine"])
-async def test_a_filter_that_returns_no_verdict_is_refused_by_name_and_nothing_is_lost(what: str) -> None:
-    async def later() -> bool:
-        return True
-
-    def keep(_group: Any) -> Any:
-        return {"nothing": None, "no verdict but a reason": (None, "why")}[what] if what != "a coroutine" else later()
-
-    source = Buffer(groups_of(5))
-    async with nothing_left():
-        with pytest.raises(TypeError, match=r"^the filter returned (None|a coroutine: it is async); it must return"):
-            await bounded(rollout(Scripted(), groups=2, over_sampling=4, filter=keep).run(source))
-    assert source.in_flight == 0
-    assert everywhere(source) == [0, 1, 2, 3]
 
 
 async def test_the_sample_filter_sees_the_groups_of_the_rollout_once() -> None:
