@@ -177,7 +177,7 @@ async def test_a_response_with_more_tokens_than_the_budget_is_truncated(newer: N
     sample = partial(1, 2, 3)
     async with Server(whole()) as server:
         await ask(streaming(server), sample, {"max_new_tokens": 2})
-        assert (response_of(sample), sample.status, server.requests) == ([1, 2, 3], Status.TRUNCATED, [])
+        assert (sample.tokens, sample.status, server.requests) == ([*PROMPT, 1, 2, 3], Status.TRUNCATED, [])
 
 
 async def test_siblings_share_their_parameters_and_none_changes_them(newer: None) -> None:

@@ -13,7 +13,8 @@ from streamfold.integrations.settings import Settings
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import LastWrite, enter
-from streamfold.samples.turn import FINISHED, open_turn
+from streamfold.samples.status import is_finished
+from streamfold.samples.turn import open_turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ async def generate_sample(
     params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     open_turn(sample, limit)
-    if sample.status.name in FINISHED and LastWrite.of(sample) is not None:
+    if is_finished(sample) and LastWrite.of(sample) is not None:
         return sample
     _check(integration, args, sample)
     enter(sample)
