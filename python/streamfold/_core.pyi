@@ -128,6 +128,13 @@ class Exchange:
     @property
     def held_bytes(self) -> int:
         """Bytes of memory held, without the request's body."""
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far: int32 ``[n]``. Empty after :meth:`take`."""
+    def notify_at(self, count: int) -> bool:
+        """Report ``"tokens"`` once, when ``count`` tokens have come; this replaces an earlier ``count``.
+
+        Returns whether they have come already: then nothing is reported.
+        """
     def take(self) -> Generation:
         """Return the tokens and side data received so far. Works at any time; the stream is not read any further.
 
@@ -328,6 +335,8 @@ class Parser:
     @property
     def token_count(self) -> int:
         """The number of tokens received so far."""
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far: int32 ``[n]``. Raises ``ValueError`` after :meth:`take`."""
     @property
     def finished(self) -> bool:
         """Whether the generation has its finish reason, from the terminal event or because of ``token_limit``.
@@ -362,7 +371,7 @@ if sys.platform == "linux":
         - ``"opened"``: 0, or the errno, and the connection is gone
         - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
           for a stream
-        - ``"first_token"``, ``"finished"``, ``"overrun"``: None
+        - ``"first_token"``, ``"tokens"`` (see :meth:`Exchange.notify_at`), ``"finished"``, ``"overrun"``: None
         - ``"error"``: the exception
         - ``"failed"``: ``(errno or None, message, whether no byte of a reply was received)``
         - ``"ended"``: whether the connection can carry another exchange. It stays open in any case, until :meth:`end`

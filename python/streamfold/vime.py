@@ -67,6 +67,8 @@ class Vime(Integration):
         # A model with a router of its own is served under a name that only that router knows.
         has_own_router = self.model_router(request.args, request.sample, request.settings) is not None
         model = {} if has_own_router else {"model": str(request.args.hf_checkpoint)}
+        if (named := (request.settings.extra or {}).get("model")) is not None:  # a LoRA adapter
+            model = {"model": named}
         messages = self._messages(request.sample)
         return model if messages is None else await self._rendered(request, model, messages)
 

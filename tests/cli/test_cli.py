@@ -20,7 +20,7 @@ from streamfold.cli import demo_job as demo
 from streamfold.cli.main import app
 from streamfold.cli.recording import Recording
 from streamfold.errors import StreamTruncated
-from streamfold.loopback import Faults, Loopback
+from streamfold.loopback import Config, Faults, Loopback, undisturbed
 from support.loopback_http import until
 from support.paths import DATA, ROOT
 
@@ -134,6 +134,37 @@ def test_serve_answers_until_it_is_interrupted() -> None:
         )  # fmt: skip
         assert "kept " in done.stdout
         assert "resumed" in done.stdout
+
+
+def test_the_example_of_a_stop_by_a_rule_keeps_the_budget_of_thought_and_answers() -> None:
+    with serving("--token-rate", "300") as url:
+        done = run_example("stop_by_rule.py", url)
+    prompt, end = list(b"How many stations has the line? <think>"), 261
+    params = {"temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
+    config = Config()
+    thought = undisturbed(config, prompt, {**params, "max_new_tokens": 48}).token_ids
+    answer = undisturbed(
+        config, [*prompt, *thought, end], {**params, "max_new_tokens": 24, "ignore_eos": False}
+    ).token_ids
+    stopped, answered = done.splitlines()
+    assert stopped == "stopped after 48 tokens of thought"
+    assert answered.endswith(f": {config.tokenizer.decode(answer)!r}")
+
+
+def test_the_example_of_a_screen_shows_the_whole_text() -> None:
+    with serving("--token-rate", "300") as url:
+        done = run_example("stream_text.py", url)
+    config = Config()
+    prompt = config.tokenizer.encode("A story that is told word by word.")
+    params = {"max_new_tokens": 60, "temperature": 1.0, "sampling_seed": 7}
+    ids = undisturbed(config, prompt, params).token_ids
+    assert done.startswith(f"{config.tokenizer.decode(ids)}\n{len(ids)} tokens, the first one after ")
+
+
+def run_example(name: str, url: str) -> str:
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / name, url], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def test_record_saves_the_very_bytes_and_replay_reads_them(tmp_path: Path) -> None:

@@ -286,7 +286,8 @@ async def test_what_is_asked_for_is_what_the_options_say(tmp_path: Path) -> None
         done = await rolled(
             engine, prompts, out, "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20", "--stop", "x", "--stop",
             "\u2028", "--no-logprobs", "--api-key", "secret", "--sampling-params",
-            '{"temperature": 1, "min_p": 0.1, "max_new_tokens": 9}',
+            '{"temperature": 1, "min_p": 0.1, "max_new_tokens": 9}', "--extra", '{"lora_path": "math", "priority": 2}',
+            "--header", "X-Mine=a=b", "--header", "X-Other=",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         (request,) = engine.generates
@@ -295,6 +296,8 @@ async def test_what_is_asked_for_is_what_the_options_say(tmp_path: Path) -> None
     assert request.json["text"] == "Hi"
     assert request.json["return_logprob"] is False
     assert request.headers["authorization"] == "Bearer secret"
+    assert (request.json["lora_path"], request.json["priority"]) == ("math", 2)
+    assert (request.headers["x-mine"], request.headers["x-other"]) == ("a=b", "")
     (sample,) = read_samples(out)
     assert (sample.metadata["sampling_params"], sample.rollout_log_probs) == (told, None)
 
@@ -383,6 +386,14 @@ def test_images_of_prompts_are_sent_with_each_of_their_samples_or_refused(tmp_pa
         (("--sampling-params", '{"sampling_seed": 99999999999999999999}'), "cannot be sent"),
         (("--sampling-params", '{"stop": "\\ud800"}'), "cannot be sent"),
         (("--api-key", "a\nb"), "the API key"),
+        (("--extra", "{"), "--extra is not JSON"),
+        (("--extra", "[]"), "--extra must be a JSON object"),
+        (("--extra", '{"priority": NaN}'), "--extra is not JSON: NaN is not valid JSON"),
+        (("--extra", '{"text": "x"}'), "--extra: extra must not hold text"),
+        (("--extra", '{"sampling_params": {}}'), "--extra: extra must not hold sampling_params"),
+        (("--header", "X-Mine"), "--header X-Mine is not NAME=VALUE"),
+        (("--header", "Content-Length=3"), "--header Content-Length=3: "),
+        (("--header", "X Mine=3"), "--header X Mine=3: "),
         (("--out", "/dev/null"), "not a regular file"),
         (("--prompts", __file__), "line 1 is not JSON"),
         (("--out", str(ROOT / "examples" / "prompts.jsonl")), "another file"),

@@ -63,6 +63,19 @@ def test_take_is_valid_at_any_time() -> None:
         assert generation.logprobs.tolist() == logprobs(*tokens)
 
 
+def test_the_tokens_so_far_are_a_copy() -> None:
+    parser = Parser("sglang", logprobs=False)
+    assert parser.token_ids().dtype == np.int32
+    assert len(parser.token_ids()) == 0
+    parser.feed(b'data: {"output_ids":[3,1],"meta_info":{"id":"r","completion_tokens":2,"finish_reason":null}}\n\n')
+    ids = parser.token_ids()
+    ids[:] = 9
+    assert parser.token_ids().tolist() == [3, 1]
+    assert parser.take().token_ids.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="taken"):
+        parser.token_ids()
+
+
 def test_a_parser_is_spent_after_take() -> None:
     parser = Parser("sglang")
     parser.feed(FIRST)

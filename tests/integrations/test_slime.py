@@ -125,6 +125,29 @@ async def test_without_a_session_or_that_policy_there_is_no_routing_key(
     assert server.generates[0].headers.get(header.lower()) == (session if is_sent else None)
 
 
+async def test_further_keys_of_the_settings_are_in_every_request_and_its_resumes(
+    newer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMFOLD_EXTRA", '{"cache_salt": "variable"}')
+    extra = {"priority": 3, "cache_salt": "mine"}
+    async with Server(whole()) as server:
+        args = streaming(server, streamfold_extra=extra)
+        await ask(args, sample_of())
+        args.streamfold_extra = {**extra, "priority": 4}
+        await ask(args, sample_of())
+        del args.streamfold_extra
+        await ask(args, sample_of())
+    sent = [(request.json.get("priority"), request.json["cache_salt"]) for request in server.generates]
+    assert sent == [(3, "mine"), (4, "mine"), (None, "variable")]
+
+
+async def test_a_key_that_belongs_to_the_client_is_refused_before_any_request(newer: None) -> None:
+    async with Server(whole()) as server:
+        with pytest.raises(ValueError, match="extra must not hold stream"):
+            await ask(streaming(server, streamfold_extra={"stream": False}), sample_of())
+        assert server.requests == []
+
+
 @pytest.mark.parametrize(("count", "dtype"), [(16, "uint8"), (256, "uint8"), (257, None), (None, None)])
 async def test_experts_are_requested_as_uint8_where_they_fit(
     slimes: None, count: int | None, dtype: str | None

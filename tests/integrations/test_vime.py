@@ -145,13 +145,13 @@ async def test_slimes_parameters_and_our_seed_are_sent_under_vllms_names() -> No
         }
 
 
-async def test_a_model_with_a_router_of_its_own_is_known_there_by_another_name() -> None:
+async def test_a_model_with_a_router_of_its_own_has_another_name_there_and_an_adapter_takes_its_place() -> None:
     async with Server(whole()) as server:
         args = streaming(server, vllm_model_routers={"ref": ("127.0.0.1", server.port)}, streamfold_model="ref")
-        await ask(args, sample_of())
-        args.streamfold_model = None
-        await ask(args, sample_of())
-        assert [request.json.get("model") for request in server.generates] == [None, "loopback/512"]
+        for changes in ({}, {"streamfold_model": None}, {"streamfold_extra": {"model": "math"}}):
+            vars(args).update(changes)
+            await ask(args, sample_of())
+        assert [request.json.get("model") for request in server.generates] == [None, "loopback/512", "math"]
 
 
 async def test_samples_of_a_vime_that_is_too_old_are_refused() -> None:

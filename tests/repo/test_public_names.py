@@ -12,8 +12,12 @@ EXPORTED = {
         Opaque Parser Pool Retries Rollout RolloutConfig RolloutResult Running Sample SampleLike Source
         StreamTruncated StreamfoldError Timeouts Tokenizer __version__ append_observation complete merge prompt_groups
     """,
-    "streamfold.slime": "SLIME close_rollout generate_rollout generate_rollout_async generate_streaming",
-    "streamfold.vime": "VIME close_rollout generate_rollout generate_rollout_async generate_streaming",
+    "streamfold.slime": """
+        SLIME append_observation close_rollout generate_rollout generate_rollout_async generate_streaming turn
+    """,
+    "streamfold.vime": """
+        VIME append_observation close_rollout generate_rollout generate_rollout_async generate_streaming turn
+    """,
     "streamfold.loopback": """
         Config Engine Faults Loopback MockTokenizer Router SeenRequest Stats create_app serve undisturbed
     """,

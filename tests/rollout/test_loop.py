@@ -398,12 +398,19 @@ def test_a_progress_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPa
     [
         ("groups", 0), ("over_sampling", 0), ("concurrency", -1), ("starts_per_ms", 0), ("reward_threads", 0),
         ("dp_size", 0), ("n_samples_per_prompt", 0), ("group_tries", 0), ("max_failures", -1), ("max_staleness", -1),
-        ("abort_seconds", -1.0), ("resume", "perhaps"), ("groups", 2.5),
+        ("abort_seconds", -1.0), ("resume", "perhaps"), ("groups", 2.5), ("routing_header", "X Mine"),
+        ("extra", {"text": "x"}),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_by_its_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         RolloutConfig(**{"groups": 1, field: value})
+
+
+@pytest.mark.parametrize("headers", [{"Host": "x"}, {"X-Mine": "a\nb"}])
+def test_a_header_that_cannot_be_sent_is_refused_by_its_name(headers: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"header {next(iter(headers))} "):
+        RolloutConfig(groups=1, headers=headers)
 
 
 def test_the_built_in_generator_needs_a_budget() -> None:

@@ -101,9 +101,12 @@ async def test_a_response_aborted_at_its_eos_equals_one_that_was_not_aborted(
         expected = speech.undisturbed(engine, PROMPT, params)
         ends = {engine.tokenizer.eos_token_id}
         async with Client(engine.url, engine=speech.engine, tokenizer=engine.tokenizer, retries=SOON) as client:
-            whole = await completed(client, sample_of(**params), stop_ids=ends)
+            samples = [sample_of(**params) for _ in range(2)]
+            for sample in samples:
+                sample.session_id = "the same"
+            whole = await completed(client, samples[0], stop_ids=ends)
             engine.faults = Faults([{"kind": "abort", "after_tokens": len(expected.token_ids) - 1, "times": 1}])
-            aborted = await completed(client, sample_of(**params), stop_ids=ends)
+            aborted = await completed(client, samples[1], stop_ids=ends)
             assert engine.faults.done["abort"] == 1
     assert exactly(aborted) == exactly(whole)
     assert whole.tokens[-1] in ends

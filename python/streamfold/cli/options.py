@@ -7,12 +7,25 @@ import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from streamfold._core import Experts
+from streamfold.client.fields import with_fields
+from streamfold.engines.base import common_extra
+from streamfold.engines.detect import ENGINES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from streamfold._types import Tokenizer
     from streamfold.cli.journal import Encode
 
-__all__ = ["EXPERTS_HELP", "TokenizerOption", "experts_option", "params_option", "tokenizer_option"]
+__all__ = [
+    "EXPERTS_HELP",
+    "TokenizerOption",
+    "experts_option",
+    "extra_option",
+    "headers_option",
+    "params_option",
+    "tokenizer_option",
+]
 
 EXPERTS_HELP: Final = "Format: LAYERS,TOP_K[,EXPERTS[,DTYPE]], such as 48,8,128,uint8."
 
@@ -53,13 +66,49 @@ def params_option(text: str | None) -> dict[str, Any]:
     Raises:
         ValueError: the text is anything else.
     """
+    return _json_object("--sampling-params", text, such_as='{"min_p": 0.1}')
+
+
+def extra_option(text: str | None, engine: str) -> dict[str, Any]:
+    """Read a JSON object of further keys of each request to an engine, which may be ``"auto"``.
+
+    Raises:
+        ValueError: the text is anything else, or holds a key that may not be set.
+    """
+    extra = _json_object("--extra", text, such_as='{"lora_path": "math"}')
     try:
-        params = json.loads(text or "{}", parse_constant=_refuse_constant)
+        return common_extra(extra, ENGINES[engine]() if engine in ENGINES else None)
     except ValueError as error:
-        raise ValueError(f"--sampling-params is not JSON: {error}") from None
-    if not isinstance(params, dict):
-        raise ValueError('--sampling-params must be a JSON object, such as {"min_p": 0.1}')
-    return params
+        raise ValueError(f"--extra: {error}") from None
+
+
+def headers_option(texts: Sequence[str]) -> dict[str, str]:
+    """Read NAME=VALUE of each header.
+
+    Raises:
+        ValueError: a text is anything else, or a header that cannot be sent.
+    """
+    headers: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise ValueError(f"--header {text} is not NAME=VALUE")
+        try:
+            with_fields((), {name: value})
+        except ValueError as error:
+            raise ValueError(f"--header {text}: {error}") from None
+        headers[name] = value
+    return headers
+
+
+def _json_object(option: str, text: str | None, *, such_as: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}", parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ValueError(f"{option} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, such as {such_as}")
+    return value
 
 
 def _refuse_constant(constant: str) -> NoReturn:

@@ -12,7 +12,14 @@ import typer
 from streamfold.cli.completing import complete_all
 from streamfold.cli.console import cancel_on_signals, console, errors, fail, progress_bar
 from streamfold.cli.journal import Journal, Plan
-from streamfold.cli.options import EXPERTS_HELP, experts_option, params_option, tokenizer_option
+from streamfold.cli.options import (
+    EXPERTS_HELP,
+    experts_option,
+    extra_option,
+    headers_option,
+    params_option,
+    tokenizer_option,
+)
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
 from streamfold.engines.detect import ENGINES
@@ -93,6 +100,17 @@ def command(
             help="JSON object of sampling parameters under the engine's names. The options above override it."
         ),
     ] = None,
+    extra: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON object of further keys of each request: a LoRA adapter (SGLang lora_path, vLLM model), "
+            "priority, cache_salt. Default: none."
+        ),
+    ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(help="Header of each request, as NAME=VALUE. May be repeated. Default: none."),
+    ] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs/--no-logprobs", help="Request log-probabilities.")] = True,
     experts: Annotated[
         str | None,
@@ -160,6 +178,8 @@ def command(
             url,
             engine=engine,
             api_key=api_key,
+            extra=extra_option(extra, engine),
+            headers=headers_option(header or ()),
             tokenizer=decoder,
             limits=Limits(calls=concurrency),
             retries=Retries(tries=tries),

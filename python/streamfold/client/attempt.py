@@ -12,6 +12,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+import numpy as np
+
 from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
 from streamfold.client.deadlines import Deadline
 from streamfold.client.limits import Default
@@ -21,6 +23,8 @@ from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy.typing as npt
 
     from streamfold._core import Generation
     from streamfold.client.control import EngineControl
@@ -45,6 +49,9 @@ class AttemptOwner(Protocol):
 
     def check_abort(self) -> bool:
         """Whether no request may leave any more. Calls :meth:`Attempt.abort` first if a flag of the host says so."""
+
+    def on_tokens(self) -> None:
+        """As many tokens have come as :meth:`Attempt.notify_at` asked for."""
 
     def is_host_aborting(self) -> bool:
         """Whether a flag of the host says so. Nothing is aborted for that."""
@@ -92,6 +99,7 @@ class Attempt:
         self._control = control
         self._timeouts = request.timeouts
         self._generation: Generation | None = None
+        self._notify_at = 0
 
         self._state = State.IDLE
         self._exchange: Exchange | None = None
@@ -121,6 +129,18 @@ class Attempt:
         if self._generation is not None:
             return len(self._generation.token_ids)
         return 0 if self._exchange is None else self._exchange.token_count
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far: int32 ``[n]``."""
+        if self._generation is not None:
+            ids: npt.NDArray[np.int32] = self._generation.token_ids.copy()
+            return ids
+        return np.empty(0, np.int32) if self._exchange is None else self._exchange.token_ids()
+
+    def notify_at(self, count: int) -> bool:
+        """Tell the owner once, when ``count`` tokens have come. Returns whether they have come already."""
+        self._notify_at = count
+        return self._exchange is not None and self._exchange.notify_at(count)
 
     @property
     def first_token_at(self) -> float:
@@ -155,6 +175,8 @@ class Attempt:
             self._end(StreamfoldError(f"the call was interrupted: {error!r}"))
             raise
         else:
+            if self._notify_at:
+                self._exchange.notify_at(self._notify_at)
             self._on(Event.START)
 
     def take(self) -> Generation:
@@ -299,6 +321,10 @@ class Attempt:
     def _on_token(self, _: None) -> None:
         self._request.drop_body()
         self._on(Event.FIRST_TOKEN)
+
+    def _on_tokens(self, _: None) -> None:
+        if self._owner is not None:
+            self._owner.on_tokens()
 
     def _on_finished(self, _: None) -> None:
         self._is_finished = True
@@ -458,6 +484,7 @@ class Attempt:
         "connected": _on_connected,
         "head": _on_head,
         "first_token": _on_token,
+        "tokens": _on_tokens,
         "finished": _on_finished,
         "overrun": _on_overrun,
         "error": _on_error,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+    import numpy as np
+    import numpy.typing as npt
 
     from streamfold._core import Generation
     from streamfold.client.runner import CallRunner
@@ -52,6 +56,30 @@ class Call:
         self._runner.abort_soon(drain)
         await self._runner.wait([self._runner])
         return self._runner.ended.result()
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far: int32 ``[n]``. At any time, also after the end."""
+        return self._runner.token_ids()
+
+    async def wait_tokens(self, n: int) -> int:
+        """Wait until ``n`` tokens have been received, or the call ends, also if it fails: only awaiting it raises.
+
+        Nothing of Python runs for the events in between, so any number of tasks may wait, each for its own ``n``.
+        Events are read in batches, up to 0.05 s apart. Cancelling this ends the wait, not the call.
+
+        Args:
+            n: tokens of this call, from its start.
+
+        Returns:
+            The tokens so far: ``n`` or more, fewer only if the call has ended.
+
+        Raises:
+            ValueError: ``n`` is negative.
+            TypeError: ``n`` is no integer.
+        """
+        if operator.index(n) < 0:
+            raise ValueError(f"n must be 0 or more tokens, not {n}")
+        return await self._runner.wait_tokens(n)
 
     @property
     def rid(self) -> str:

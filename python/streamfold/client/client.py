@@ -20,7 +20,7 @@ from streamfold.client.request import CallRequest
 from streamfold.client.runner import CallRunner, RetryLog
 from streamfold.client.session import Session
 from streamfold.client.urls import BaseUrl, bearer
-from streamfold.engines.base import RequestOptions, token_array
+from streamfold.engines.base import RequestOptions, common_extra, token_array
 from streamfold.engines.detect import ENGINES, detect
 from streamfold.engines.sglang import Sglang
 
@@ -56,7 +56,10 @@ class Client:
         engine: ``"sglang"``, ``"vllm"`` (its token endpoint), ``"vllm-completions"``, or ``"auto"``: ask the server
             on entering ``async with``, or by :meth:`discover`.
         tokenizer: turns ids into text for ``complete()`` and rollouts. The client itself needs none.
-        headers: added to every request. ``Host``, ``Content-Length`` and others that belong to HTTP itself are refused.
+        headers: added to every request; a call's own come before them. ``Host``, ``Content-Length`` and others that
+            belong to HTTP itself are refused.
+        extra: added to the JSON object of every request, for what is no sampling parameter: a LoRA adapter (SGLang
+            ``lora_path``, vLLM ``model``), ``priority``, ``cache_salt``. A call's own ``extra`` comes before it.
         api_key: sent as a bearer token.
         timeouts: for each phase of a try.
         retries: how often a call that fails before its first token is retried, and the pauses in between.
@@ -72,8 +75,9 @@ class Client:
             own transport has its own.
 
     Raises:
-        ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, or ``base_url``, ``api_key`` or a header is
-            invalid.
+        ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, ``base_url``, ``api_key`` or a header is
+            invalid, or ``extra`` holds a prompt or a key that the client sets itself.
+        TypeError: ``extra`` cannot be written as JSON.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Client:
         engine: Literal["sglang", "vllm", "vllm-completions", "auto"] = "sglang",
         tokenizer: Tokenizer | None = None,
         headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
         api_key: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # immutable
         retries: Retries = Retries(),  # noqa: B008  # immutable
@@ -103,11 +108,13 @@ class Client:
         if api_key is not None:
             fields = (*fields, ("Authorization", bearer(api_key)))
         self._fields = with_fields(with_fields(fields, headers), _BODY_HEADERS)
+        spec = None if engine == "auto" else ENGINES[engine]()
+        self._extra = common_extra(extra, spec)
         self._limits = limits
         self._clamped: Literal["raise", "keep"] = clamped
         self._new_driver = driver_factory(transport, ssl_context, limits.calls)
         self._internals = ClientInternals(
-            engine=None if engine == "auto" else ENGINES[engine](),
+            engine=spec,
             timeouts=timeouts,
             retries=retries,
             experts=experts,
@@ -177,6 +184,7 @@ class Client:
         experts_start: int = 0,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
+        timeouts: Timeouts | None = None,
         aborted: Callable[[], bool] | None = None,
     ) -> Call:
         """Start one call on the running event loop and return it; its request is sent when a slot is free.
@@ -196,6 +204,7 @@ class Client:
                 engine ignores that and sends all of them.
             headers: added to this call's requests.
             extra: added to the request's JSON object.
+            timeouts: for this call's tries. None: the client's.
             aborted: your own flag. While it is true no request leaves, and a request that has just left is aborted as
                 by :meth:`Call.abort`. It is read right before and right after each send, and during retry pauses.
 
@@ -212,9 +221,9 @@ class Client:
             prompt_token_ids=prompt_token_ids,
             experts=self._internals.experts,
             experts_start=experts_start,
-            extra=extra,
+            extra={**self._extra, **(extra or {})},
         )
-        request = self._request(input_ids, sampling_params, options, headers)
+        request = self._request(input_ids, sampling_params, options, headers, timeouts or self._internals.timeouts)
         request.given_rid = rid
         runner = session.runner(
             request,
@@ -235,8 +244,9 @@ class Client:
         sampling_params: Mapping[str, Any],
         options: RequestOptions,
         headers: Mapping[str, str] | None,
+        timeouts: Timeouts,
     ) -> CallRequest:
-        engine, timeouts = self._internals.engine_spec, self._internals.timeouts
+        engine = self._internals.engine_spec
         ids = None if input_ids is None else token_array(input_ids, self._vocab_size)
         if not 0 <= options.experts_start <= (2**31 if ids is None else len(ids)):
             raise ValueError(f"experts_start must be a position in the prompt, not {options.experts_start}")
@@ -280,6 +290,7 @@ class Client:
         experts_start: int = 0,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
+        timeouts: Timeouts | None = None,
         aborted: Callable[[], bool] | None = None,
     ) -> Generation:
         """Start a call as :meth:`start` does, and await it. Cancelling this aborts the call.
@@ -297,6 +308,7 @@ class Client:
             experts_start=experts_start,
             headers=headers,
             extra=extra,
+            timeouts=timeouts,
             aborted=aborted,
         )
 

@@ -19,6 +19,9 @@ from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, Strea
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    import numpy as np
+    import numpy.typing as npt
+
     from streamfold._core import Generation
     from streamfold.client.abort_signal import AbortSignal
     from streamfold.client.attempt import Attempt
@@ -86,6 +89,7 @@ class CallRunner:
         self._pause_timer: asyncio.Handle | None = None
         self._ignore_host: Callable[[], None] | None = None  # ends the watch of the host's flag, after a pause
         self._waiters: list[asyncio.Future[None]] = []
+        self._token_waiters: dict[asyncio.Future[None], int] = {}  # each for so many tokens
         self._ended_at = math.inf
         self._slot: asyncio.Future[bool] | None = None
         self._first_try_at = math.inf
@@ -112,6 +116,10 @@ class CallRunner:
     def token_count(self) -> int:
         """Tokens received so far."""
         return len(self.ended.result().token_ids) if self.ended.done() else self._attempt.token_count
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far: int32 ``[n]``."""
+        return self.ended.result().token_ids.copy() if self.ended.done() else self._attempt.token_ids()
 
     @property
     def age(self) -> float:
@@ -200,6 +208,18 @@ class CallRunner:
         if cancelled is not None:
             raise cancelled
 
+    async def wait_tokens(self, count: int) -> int:
+        """Wait for ``count`` tokens or the end; return how many there are. Cancelling this ends the wait only."""
+        if self.token_count < count and not self.ended.done():
+            waiter = self._loop.create_future()
+            self._token_waiters[waiter] = count
+            self._watch_tokens()
+            try:
+                await waiter
+            finally:
+                del self._token_waiters[waiter]
+        return self.token_count
+
     async def result(self) -> Generation:
         """Wait for the end; return the generation or raise the error."""
         await self.wait((self,))
@@ -232,7 +252,21 @@ class CallRunner:
         self._unsettled += 1
         self._attempt.start(self, fresh=fresh, has_flag=self._host_abort is not None)
 
+    def _watch_tokens(self) -> None:
+        """Ask the try to tell when there are enough tokens for the next of those who wait."""
+        counts = [count for waiter, count in self._token_waiters.items() if not waiter.done()]
+        if counts and self._attempt.notify_at(min(counts)):
+            self.on_tokens()
+
     # What the try calls: see AttemptOwner.
+
+    def on_tokens(self) -> None:
+        """There are enough tokens for some of those who wait for them."""
+        so_far = self.token_count
+        for waiter, count in self._token_waiters.items():
+            if count <= so_far and not waiter.done():
+                waiter.set_result(None)
+        self._watch_tokens()
 
     def on_over(self) -> None:
         """Nothing more of the try is sent or read."""
@@ -301,6 +335,7 @@ class CallRunner:
         del self._registry[self.rid]
         self._attempt = self._new_attempt(new_rid(), self._request)
         self._registry[self.rid] = self
+        self._watch_tokens()
 
     def check_abort(self) -> bool:
         """Whether no request may leave any more. Reads the host's flag, and aborts the call if it is set."""
@@ -347,7 +382,7 @@ class CallRunner:
             self._retry_log.succeeded_at = self._ended_at
         del self._registry[self.rid]
         self.ended.set_result(generation)
-        for waiter in self._waiters:
+        for waiter in (*self._waiters, *self._token_waiters):
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()

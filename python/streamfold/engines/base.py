@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALL_TOKENS",
+    "PROMPT_KEYS",
     "EngineSpec",
     "LoadMissing",
     "Pausing",
     "RequestOptions",
     "asks_top_p",
     "check_finite",
+    "common_extra",
     "expects_top_p",
     "read_json",
     "token_array",
@@ -43,6 +45,7 @@ __all__ = [
 
 _LARGEST_TOKEN = 2**31 - 1
 ALL_TOKENS = 1 << 30  # a top_k that keeps every token
+PROMPT_KEYS: Final = frozenset({"text", "input_ids", "token_ids", "prompt"})  # of a request: they hold its prompt
 
 
 class RequestOptions(NamedTuple):
@@ -99,6 +102,8 @@ class EngineSpec(ABC):
         known_params: names of sampling parameters that any supported release knows.
         load_flags: of those paths, the ones that report 0 unless the server has a flag, which is the value.
         pausing: the endpoints that pause an engine whose abort of all requests may miss some; None: it misses none.
+        session_header: by which the engine's own router keeps the calls of a session on one worker.
+        rank_name: how the engine calls the data-parallel rank in its errors.
         abort_by_disconnect: whether every release ends a request at once when its stream is closed.
         aliases: the engine's own names of sampling parameters, mapped to the names used here.
         length_before_stop: whether a response of ``max_new_tokens`` tokens ends with "length" even if its last token
@@ -123,6 +128,8 @@ class EngineSpec(ABC):
     dialect: ClassVar[str]
     path: ClassVar[str]
     rid_key: ClassVar[str]
+    session_header: ClassVar[str]
+    rank_name: ClassVar[str]
     loads: ClassVar[tuple[str, ...]]
     known_params: ClassVar[frozenset[str]]
     load_flags: ClassVar[Mapping[str, str]] = {}
@@ -200,8 +207,12 @@ class EngineSpec(ABC):
         return {}
 
     @abstractmethod
-    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
-        """Headers and payload keys that route a request to its session's worker or to a data-parallel rank."""
+    def to_rank(self, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """Headers and payload keys that send a request to a data-parallel rank; none for None."""
+
+    def refuses_rank(self, error: EngineError) -> bool:
+        """Whether the engine refuses the data-parallel rank of a request: it has none of that number, or not now."""
+        return self.rank_name in error.message
 
     def rename(self, body: bytes, old: str, new: str) -> bytes:
         """Replace the request id in the JSON text of a :meth:`payload`."""
@@ -276,6 +287,35 @@ def with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict
     if taken:
         raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
     return payload | dict(extra)
+
+
+def common_extra(extra: Mapping[str, Any] | None, engine: EngineSpec | None = None) -> dict[str, Any]:
+    """Copy keys that every request gets.
+
+    Args:
+        extra: the keys and their values; None: none.
+        engine: if given, the keys that it sets itself are refused too.
+
+    Raises:
+        ValueError: a key belongs to one request alone, or to the engine; the message names it.
+        TypeError: it is no mapping of names to what JSON can write.
+    """
+    if extra is None:
+        return {}
+    keys = dict(extra)
+    if any(not isinstance(key, str) for key in keys):
+        raise TypeError(
+            f"the keys of extra must be names, not {next(key for key in keys if not isinstance(key, str))!r}"
+        )
+    if prompts := sorted(keys.keys() & PROMPT_KEYS):
+        raise ValueError(f"extra must not hold {', '.join(prompts)}: every request would get the same prompt")
+    try:
+        orjson.dumps(keys, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:  # orjson's own is one
+        raise TypeError(f"extra cannot be written as JSON: {error}") from None
+    if engine is not None:
+        engine.payload(np.empty(0, np.int32), {"max_new_tokens": 1}, RequestOptions(rid="", extra=keys))
+    return keys
 
 
 def read_json(reply: bytes) -> Any:  # noqa: ANN401  # any JSON

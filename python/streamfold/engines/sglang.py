@@ -23,6 +23,8 @@ class Sglang(EngineSpec):
     dialect = "sglang"  # the parser detects cumulative or incremental streams
     path = "/generate"
     rid_key = "rid"
+    session_header = "X-SMG-Routing-Key"
+    rank_name = "routed_dp_rank"
     loads: ClassVar[tuple[str, ...]] = ("/v1/loads?include=core",)
     known_params = SGLANG
     length_before_stop = True
@@ -51,10 +53,9 @@ class Sglang(EngineSpec):
                 payload["routed_experts_start_len"] = asked.experts_start
         return with_extra(payload, asked.extra)
 
-    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
-        """A header for the router; a payload key for the engine (0.5.10 and newer)."""
-        headers = {} if session is None else {"X-SMG-Routing-Key": session}
-        return headers, {} if dp_rank is None else {"routed_dp_rank": dp_rank}
+    def to_rank(self, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """A payload key (0.5.10 and newer)."""
+        return {}, {} if dp_rank is None else {self.rank_name: dp_rank}
 
     def hint(self, status: int) -> str:
         """For a 404: check the path, or let ``engine="auto"`` detect the server."""

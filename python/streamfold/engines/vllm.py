@@ -41,6 +41,8 @@ class Vllm(EngineSpec):
     dialect = "vllm"
     path = "/inference/v1/generate"
     rid_key = "request_id"
+    session_header = "X-Session-ID"
+    rank_name = "data_parallel_rank"
     loads: ClassVar[tuple[str, ...]] = ("/metrics", "/load")
     load_flags: ClassVar[Mapping[str, str]] = {"/load": "--enable-server-load-tracking"}
     # With several API servers, an abort of all reaches only the requests of the one that it is posted to.
@@ -119,10 +121,9 @@ class Vllm(EngineSpec):
         """The request id; vLLM prefers the header to the payload's."""
         return {"X-Request-Id": rid}
 
-    def route(self, session: str | None, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
-        """Two headers."""
-        headers = {} if session is None else {"X-Session-ID": session}
-        return headers | ({} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}), {}
+    def to_rank(self, dp_rank: int | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """A header (0.22 and newer)."""
+        return {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}, {}
 
     def hint(self, status: int) -> str:
         """For 403 and 404: name the missing server flag."""

@@ -7,6 +7,8 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import orjson
+
 from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.client import Client
@@ -114,7 +116,8 @@ async def client_handle(
         _handles[loop] = {}
     limits, timeouts, retries = settings.limits, settings.timeouts, settings.retries
     headers = tuple(sorted((settings.headers or {}).items()))
-    key = (engine, url, limits, timeouts, retries, experts, settings.api_key, headers)
+    extra = orjson.dumps(settings.extra, option=orjson.OPT_SORT_KEYS)
+    key = (engine, url, limits, timeouts, retries, experts, settings.api_key, headers, extra)
     found = _handles[loop].get(key)
     if found is None:
         client = Client(
@@ -126,6 +129,7 @@ async def client_handle(
             experts=experts,
             api_key=settings.api_key,
             headers=settings.headers,
+            extra=settings.extra,
         )
         closing = _close_with_loop(loop, client)
         await closing.__anext__()  # registers it with the loop; does not suspend

@@ -114,6 +114,7 @@ async def _complete(
         tokenizer=tokenizer,
         stop_ids=request.handle.stop_ids,
         headers=request.headers,
+        routing_header=None,  # by the trainer's router_policy alone
         extra=extra,
         aborted=request.abort,
         resume_aborts=False,

@@ -9,17 +9,20 @@ Attributes take precedence. ``none`` (in YAML ``null``) means no limit, where a 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
+import orjson
+
 from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.client.urls import bearer
+from streamfold.engines.base import PROMPT_KEYS, common_extra
 from streamfold.rollout.config import RolloutConfig
 from streamfold.samples.completion import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
 
@@ -34,6 +37,14 @@ Value: TypeAlias = Any  # of a setting, before and after it is parsed
 
 T = TypeVar("T")
 
+_WORDS: Final[dict[Any, str]] = {  # what a value must be, by its type
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number of seconds",
+    str: "a name",
+    dict[str, str]: "an object of names and texts",
+    dict[str, Any]: f"a JSON object of request keys, none of {', '.join(sorted(PROMPT_KEYS))}",
+}
 _NONE: Final = ("none", "null", "")
 _FLAGS: Final = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -93,6 +104,11 @@ class Settings:
     )
     headers: dict[str, str] | None = _setting(  # noqa: RUF009  # a field specifier
         None, "further headers of each request: names and values (as a variable: a JSON object)", is_secret=True
+    )
+    extra: dict[str, Any] | None = _setting(  # noqa: RUF009  # a field specifier
+        None,
+        "further keys of each request, a mapping or JSON text: a LoRA adapter (SGLang `lora_path`, vLLM `model`), "
+        "`priority`, `cache_salt`",
     )
     keep_finished: bool = _setting(
         RolloutConfig.keep_finished,
@@ -168,7 +184,8 @@ class Setting:
 
     Attributes:
         name: the field of :class:`Settings`; ``streamfold_`` before it is the attribute of ``args``.
-        kind: ``int``, ``float`` (seconds), ``bool``, ``str``, or a ``Literal`` of the allowed words.
+        kind: ``int``, ``float`` (seconds), ``bool``, ``str``, ``dict[str, str]``, ``dict[str, Any]``, or a
+            ``Literal`` of the allowed words.
         is_optional: whether None is allowed.
         default: used if neither attribute nor variable is set.
         minimum: the smallest number allowed.
@@ -199,11 +216,8 @@ class Setting:
     @property
     def expected(self) -> str:
         """What a value must be, for error messages."""
-        number = "a whole number" if self.kind is int else "a number of seconds"
-        headers = "an object of names and texts"
-        words = {bool: "true or false", str: "a name", dict: headers, int: number, float: number}.get(self.kind)
+        words = _WORDS.get(self.kind) or f"one of {', '.join(get_args(self.kind))}"
         words = "a text" if self.is_secret and self.kind is str else words
-        words = words or f"one of {', '.join(get_args(self.kind))}"
         words += "" if self.minimum is None else f", {self.minimum} or more"
         return f"{words}, or none" if self.is_optional else words
 
@@ -228,12 +242,12 @@ class Setting:
         try:
             if isinstance(given, bool) and self.kind is not bool:  # YAML's yes is no number
                 raise TypeError
-            parsed = _PARSERS[get_origin(self.kind) or self.kind](given)
+            parsed = _PARSERS[Literal if get_origin(self.kind) is Literal else self.kind](given)
             if self.minimum is not None and not self.minimum <= parsed < math.inf:
                 raise ValueError
             if get_origin(self.kind) is Literal and parsed not in get_args(self.kind):
                 raise ValueError
-        except (TypeError, ValueError, KeyError, OverflowError):
+        except (TypeError, ValueError, KeyError, OverflowError):  # ValueError: JSON's own too
             shown = f"a {type(value).__name__}" if self.is_secret else repr(value)
             raise ValueError(f"{source} must be {self.expected}; not {shown}") from None
         return parsed
@@ -246,6 +260,13 @@ def _whole_number(value: Value) -> int:
     return number
 
 
+def _extra(value: Value) -> dict[str, Any]:
+    keys = orjson.loads(value) if isinstance(value, str) else value
+    if not isinstance(keys, Mapping):
+        raise TypeError
+    return common_extra(keys)
+
+
 def _text(value: Value) -> str:
     if not isinstance(value, str):
         raise TypeError
@@ -253,7 +274,7 @@ def _text(value: Value) -> str:
 
 
 def _headers(value: Value) -> dict[str, str]:
-    headers = json.loads(value) if isinstance(value, str) else dict(value)
+    headers = orjson.loads(value) if isinstance(value, str) else dict(value)
     if not isinstance(headers, dict):
         raise TypeError
     return {_text(name): _text(text) for name, text in headers.items()}
@@ -264,7 +285,8 @@ _PARSERS: Final[dict[Any, Callable[[Value], Value]]] = {
     float: float,
     bool: lambda value: _FLAGS[str(value).lower()],
     str: _text,
-    dict: _headers,
+    dict[str, str]: _headers,
+    dict[str, Any]: _extra,
     Literal: _text,
 }
 
@@ -273,8 +295,7 @@ def _table() -> tuple[Setting, ...]:
     hints = get_type_hints(Settings)
     rows = []
     for each in fields(Settings):
-        kinds = [get_origin(kind) or kind for kind in get_args(hints[each.name])]
-        kinds = [kind for kind in kinds if isinstance(kind, type)]
+        kinds = get_args(hints[each.name])
         is_optional = NoneType in kinds
         kind = next(kind for kind in kinds if kind is not NoneType) if is_optional else hints[each.name]
         rows.append(Setting(name=each.name, kind=kind, is_optional=is_optional, default=each.default, **each.metadata))

@@ -7,8 +7,11 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from streamfold.client.fields import with_fields
 from streamfold.client.limits import check_seconds
+from streamfold.engines.base import common_extra
 from streamfold.samples.completion import ResumePenalties, check_resume_penalties
+from streamfold.samples.routing import AUTO, check_routing_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,10 +58,16 @@ class RolloutConfig:
             penalty that the engine counts anew in each call; see ``CompletionOptions``. ``"continue"`` resumes it all
             the same, and the metric ``streamfold/resumed_penalties`` counts that; ``"restart"`` generates it again.
         logprobs: whether the built-in generate function requests log-probabilities.
+        extra: further keys of each request of the built-in generate function: a LoRA adapter (SGLang ``lora_path``,
+            vLLM ``model``), ``priority``, ``cache_salt``. They come before those of the client.
+        headers: of each request of the built-in generate function; they come before those of the client.
+        routing_header: the header by which a router keeps all calls of a sample on one worker; see
+            ``CompletionOptions``. ``"auto"``: that of the engine's own router; None: none.
         stop_ids: tokens that end a response besides ``stop_token_ids``, such as the tokenizer's EOS token. They matter
             for aborted requests: an engine does not check whether their last token is one of these.
-        dp_size: number of data-parallel ranks of each engine. With more than 1 each request names the rank with the
-            fewest requests (as ``routed_dp_rank`` for SGLang 0.5.10 and newer, in a header for vLLM).
+        dp_size: number of data-parallel ranks of each engine. With more than 1 each sample gets the rank with the
+            fewest requests, and keeps it in all calls, turns and rollouts, until ``dp_size`` changes or an engine
+            refuses the rank (sent as ``routed_dp_rank`` to SGLang 0.5.10 and newer, in a header to vLLM).
         max_staleness: a group that was started more than this many rollouts ago (in a pool: weight versions) is
             restarted from its prompt. None: no limit.
         seed: sample i of each group gets ``sampling_seed = seed + i``. None: the engine chooses.
@@ -69,6 +78,7 @@ class RolloutConfig:
 
     Raises:
         ValueError: a setting is invalid; the message names it.
+        TypeError: ``extra`` cannot be written as JSON.
     """
 
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +96,9 @@ class RolloutConfig:
     resume: Literal["continue", "restart", "raise"] = "continue"
     resume_penalties: ResumePenalties = "continue"
     logprobs: bool = True
+    extra: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] | None = None
+    routing_header: str | None = AUTO
     stop_ids: tuple[int, ...] = ()
     dp_size: int = 1
     max_staleness: int | None = None
@@ -106,6 +119,9 @@ class RolloutConfig:
         if self.resume not in ("continue", "restart", "raise"):
             raise ValueError(f'resume must be "continue", "restart" or "raise", not {self.resume!r}')
         check_resume_penalties(self.resume_penalties)
+        check_routing_header(self.routing_header)
+        common_extra(self.extra)
+        with_fields((), self.headers)
 
     def __repr__(self) -> str:
         """Only the settings that differ from their defaults, shortened."""

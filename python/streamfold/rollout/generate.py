@@ -1,21 +1,27 @@
-"""The built-in generate function of a rollout: calls ``complete()`` and spreads requests over DP ranks."""
+"""The built-in generate function of a rollout: calls ``complete()`` and spreads samples over DP ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client._internal import internals_of
+from streamfold.engines.base import with_extra
+from streamfold.errors import EngineError
 from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.metadata import DP_RANK, metadata_of, own_metadata, remove_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from streamfold.client.client import Client
     from streamfold.rollout.config import RolloutConfig
     from streamfold.samples.sample import Sample
 
 __all__ = ["CompleteSample"]
+
+_logger = logging.getLogger("streamfold")
 
 
 class CompleteSample:
@@ -28,33 +34,73 @@ class CompleteSample:
         self._config = config
         self._stop_ids = set(config.stop_ids)
         self._requests_of_rank = [0] * config.dp_size
+        self._refused_before: set[int] = set()
 
     async def __call__(
         self, sample: Sample, sampling_params: Mapping[str, Any], /, *, aborted: Callable[[], bool]
     ) -> Sample:
         """Return the sample, finished or ABORTED."""
-        with self._rank() as rank:
-            headers, extra = internals_of(self._client).engine_spec.route(getattr(sample, "session_id", None), rank)
-            options = CompletionOptions(
-                logprobs=self._config.logprobs,
-                stop_ids=self._stop_ids,
-                headers=headers,
-                extra=extra,
-                aborted=aborted,
-                resume_penalties=self._config.resume_penalties,
+        if self._config.dp_size == 1:
+            return await self._complete(sample, sampling_params, aborted, None)
+        refused: set[int] = set()
+        while True:
+            rank = self._rank_of(sample, refused)
+            try:
+                with self._counted(rank):
+                    return await self._complete(sample, sampling_params, aborted, rank)
+            except EngineError as error:
+                if not internals_of(self._client).engine_spec.refuses_rank(error):
+                    raise
+                self._forget(sample, rank, error)
+                refused.add(rank)
+                if len(refused) == self._config.dp_size:
+                    raise
+
+    async def _complete(
+        self,
+        sample: Sample,
+        sampling_params: Mapping[str, Any],
+        aborted: Callable[[], bool],
+        rank: int | None,
+    ) -> Sample:
+        config = self._config
+        headers, extra = internals_of(self._client).engine_spec.to_rank(rank)
+        options = CompletionOptions(
+            logprobs=config.logprobs,
+            stop_ids=self._stop_ids,
+            headers={**headers, **(config.headers or {})},
+            extra=with_extra(extra, config.extra),
+            routing_header=config.routing_header,
+            aborted=aborted,
+            resume_penalties=config.resume_penalties,
+        )
+        return await complete(self._client, sample, sampling_params, resume=config.resume, options=options)
+
+    def _rank_of(self, sample: Sample, refused: Collection[int]) -> int:
+        """The rank that has the sample's prefix in its cache, or else the one with the fewest requests."""
+        size = self._config.dp_size
+        noted = metadata_of(sample).get(DP_RANK)
+        if isinstance(noted, list) and noted[1:] == [size] and noted[0] in range(size):
+            return int(noted[0])
+        rank = min(set(range(size)) - set(refused), key=lambda each: (self._requests_of_rank[each], each))
+        own_metadata(sample)[DP_RANK] = [rank, size]
+        return rank
+
+    def _forget(self, sample: Sample, rank: int, error: EngineError) -> None:
+        remove_keys(sample, DP_RANK)
+        if rank not in self._refused_before:
+            self._refused_before.add(rank)
+            _logger.warning(
+                "an engine refuses the data-parallel rank %s, so its samples get another one; dp_size is %s: %s",
+                rank,
+                self._config.dp_size,
+                error,
             )
-            return await complete(self._client, sample, sampling_params, resume=self._config.resume, options=options)
 
     @contextlib.contextmanager
-    def _rank(self) -> Iterator[int | None]:
-        """The data-parallel rank with the fewest requests; None if there is only one rank."""
-        requests = self._requests_of_rank
-        if len(requests) == 1:
-            yield None
-            return
-        rank = requests.index(min(requests))
-        requests[rank] += 1
+    def _counted(self, rank: int) -> Iterator[None]:
+        self._requests_of_rank[rank] += 1
         try:
-            yield rank
+            yield
         finally:
-            requests[rank] -= 1
+            self._requests_of_rank[rank] -= 1

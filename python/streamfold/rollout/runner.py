@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -20,6 +19,7 @@ from streamfold.rollout.groups import (
     unfinished_samples,
 )  # fmt: skip
 from streamfold.rollout.tasks import AbortableTasks, Aborted, wait_all
+from streamfold.samples.routing import session_of
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
@@ -202,8 +202,7 @@ class GroupRunner:
             self._slots.release()
 
     async def _call_generate(self, sample: Sample, place: int) -> Sample | list[Sample]:
-        if getattr(sample, "session_id", "") is None:
-            sample.session_id = uuid.uuid4().hex
+        session_of(sample)  # a custom generate function may send it
         params = copy.deepcopy(dict(self._config.sampling_params))
         if self._config.seed is not None:
             params["sampling_seed"] = self._config.seed + place

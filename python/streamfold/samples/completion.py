@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.request import replaced
-from streamfold.engines.base import expects_top_p
+from streamfold.engines.base import PROMPT_KEYS, expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 from streamfold.samples.experts import kept_rows
 from streamfold.samples.images import MEDIA_KEYS, check_prompt_count, image_fields
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.repeats import Repeats
+from streamfold.samples.routing import AUTO, check_routing_header, routed_headers
 from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
@@ -39,7 +40,6 @@ Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # further keys of a
 S = TypeVar("S", bound="SampleLike")
 
 _logger = logging.getLogger("streamfold")
-_PROMPT_KEYS: Final = {"text", "input_ids", "token_ids", "prompt"}  # keys of a request that hold its prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,11 @@ class CompletionOptions:
             right behind such a token is finished. The set is shared: an EOS at which the engine is seen to stop is
             added to it.
         headers: of each request.
+        routing_header: the header that carries ``sample.session_id``, by which a router keeps all calls and turns of a
+            sample on one worker, whose prefix cache serves them. One is made if that is None; samples without the
+            attribute have none. ``"auto"``: the header of the engine's own router, ``X-SMG-Routing-Key`` of SGLang's
+            (policies ``consistent_hashing`` and ``manual``) and ``X-Session-ID`` of vLLM's (``consistent_hash``).
+            None: not sent.
         prompt_token_ids: whether to request the ids of prompts that are text. A sample can then be resumed instead of
             restarted; SGLang repeats the ids in each event.
         extra: further keys of each request, or a function that is called for each request to give them. ``text``,
@@ -74,7 +79,7 @@ class CompletionOptions:
         on_generation: called with what each call has generated, before it is merged.
 
     Raises:
-        ValueError: ``resume_penalties`` has another value.
+        ValueError: ``resume_penalties`` has another value, or ``routing_header`` cannot be a header.
     """
 
     logprobs: bool = True
@@ -82,6 +87,7 @@ class CompletionOptions:
     stop_ids: set[int] | None = None
     prompt_token_ids: bool = False
     headers: Mapping[str, str] | None = None
+    routing_header: str | None = AUTO
     extra: Extra | None = None
     aborted: Callable[[], bool] | None = None
     resume_aborts: bool = True
@@ -90,6 +96,7 @@ class CompletionOptions:
 
     def __post_init__(self) -> None:
         check_resume_penalties(self.resume_penalties)
+        check_routing_header(self.routing_header)
 
 
 def _check_budget(name: str, value: object) -> None:
@@ -241,6 +248,7 @@ class _Completion:
         self._args = args
         self._calls = 0
         self._images: dict[str, Any] = {}  # the sample's own, if the caller has not encoded them
+        self._headers: Mapping[str, str] | None = None  # with the sample's key, once it runs
         self._failures = 0  # of calls in a row that have received no token
         self._repeats = Repeats()
         self._turn = Turn(
@@ -251,7 +259,7 @@ class _Completion:
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
             has_experts=self._has_experts,
             restarts_penalties=options.resume_penalties == "restart",
-            has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & _PROMPT_KEYS),
+            has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & PROMPT_KEYS),
             max_new_tokens_per_turn=budgets[0],
             max_response_len=budgets[1],
         )
@@ -265,6 +273,8 @@ class _Completion:
         check_ready(self._sample)
         self._check_request()
         enter(self._sample)
+        options = self._options
+        self._headers = routed_headers(self._sample, options.headers, options.routing_header, self._engine_spec)
         if begins:
             turn.begin()
         verdict = turn.judge()
@@ -297,7 +307,7 @@ class _Completion:
         """Raise ValueError, before anything is sent, if what the calls will generate cannot fit the sample."""
         sample, before, left = self._sample, self._sample.response_length, self._turn.tokens_left
         extra, has_budget = self._options.extra, left is None or left > 0  # without it no request is sent
-        if has_budget and not callable(extra) and not (extra or {}).keys() & (_PROMPT_KEYS | MEDIA_KEYS):
+        if has_budget and not callable(extra) and not (extra or {}).keys() & (PROMPT_KEYS | MEDIA_KEYS):
             self._images = image_fields(sample, self._engine_spec)
         if not has_generated(sample):
             return
@@ -321,7 +331,7 @@ class _Completion:
             and (self._options.prompt_token_ids or (self._has_experts and not self._sample.tokens)),
             # Where the engine makes more of the prompt (images), rows are not at the places of our tokens.
             experts_start=kept_rows(self._sample) if self._has_experts and input_ids is not None else 0,
-            headers=self._options.headers,
+            headers=self._headers,
             extra=extra,
             aborted=self._host_abort,
         )
@@ -344,7 +354,7 @@ class _Completion:
         """The ids to send, if the prompt is sent as ids, and the further keys of the request."""
         sample, extra = self._sample, self._options.extra
         keys = dict((extra() if callable(extra) else extra) or {})
-        if keys.keys() & _PROMPT_KEYS:
+        if keys.keys() & PROMPT_KEYS:
             return None, keys
         keys |= self._images
         if len(sample.tokens) > sample.response_length:

@@ -27,6 +27,8 @@ trainers' name, for the trainers' purpose.
 ``streamfold_known_text``         characters at the start of the response that are exact. The text behind them was
                                   concatenated, and is decoded again from the token ids when the response is
                                   finished
+``streamfold_dp_rank``            ``[rank, dp_size]``: the data-parallel rank whose prefix cache has the sample; another
+                                  one is chosen if ``dp_size`` changes or an engine refuses the rank
 ``streamfold_written``            ``[prompt, tokens, characters, status, limit]``: what the sample was when a call was
                                   last written to it; see :class:`LastWrite`
 ================================  ==============================================================================
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
 __all__ = [
-    "OWN_KEYS", "PROMPT_TOKENS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of", "enter",
-    "metadata_of", "own_metadata", "remove_keys", "rename_old_keys",
+    "DP_RANK", "OWN_KEYS", "PROMPT_TOKENS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of",
+    "enter", "metadata_of", "own_metadata", "remove_keys", "rename_old_keys",
 ]  # fmt: skip
 
 _PREFIX: Final = "streamfold_"
@@ -59,6 +61,7 @@ _COUNTS: Final = (
     "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text",
 )  # fmt: skip
 PROMPT_TOKENS: Final = f"{_PREFIX}prompt_tokens"
+DP_RANK: Final = f"{_PREFIX}dp_rank"
 START_ROLLOUT_ID: Final = "start_rollout_id"
 _TURN: Final = f"{_PREFIX}turn"
 _WRITTEN: Final = f"{_PREFIX}written"
@@ -68,6 +71,7 @@ _TEXT_UNCHECKED: Final = f"{_PREFIX}unchecked_text"
 OWN_KEYS: Final = frozenset(
     {
         PROMPT_TOKENS,
+        DP_RANK,
         _TURN,
         _WRITTEN,
         _EXACT_CHARACTERS,

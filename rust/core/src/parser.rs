@@ -170,6 +170,12 @@ impl Parser {
         self.taken.map_or_else(|| self.decoder.builder.generation.token_ids.len(), |(count, _)| count)
     }
 
+    /// The tokens so far; none after [`Parser::take`].
+    #[must_use]
+    pub fn token_ids(&self) -> &[i32] {
+        &self.decoder.builder.generation.token_ids
+    }
+
     /// Whether the generation has its finish reason: from the terminal event, or because of [`Options::token_limit`].
     #[must_use]
     pub fn finished(&self) -> bool {

@@ -147,6 +147,19 @@ impl Exchange {
         self.stream.as_ref().map_or(0, Stream::token_count)
     }
 
+    /// The tokens received so far; none after [`Exchange::take`].
+    #[must_use]
+    pub fn token_ids(&self) -> &[i32] {
+        self.stream.as_ref().map_or(&[], Stream::token_ids)
+    }
+
+    /// Report [`Event::Tokens`] once, when the stream has brought so many tokens; it replaces what was asked for before.
+    ///
+    /// Returns whether they have come already: then no event follows.
+    pub fn notify_at(&mut self, count: usize) -> bool {
+        self.stream.as_mut().map_or(count == 0, |stream| stream.notify_at(count))
+    }
+
     /// Hand out what the stream has brought, in any state. Before the last event of the stream this closes the
     /// exchange. The second call gives an empty generation.
     pub fn take(&mut self) -> Generation {
@@ -274,6 +287,9 @@ impl Exchange {
         if folded.first_token {
             self.go(Signal::FirstToken);
             events.push(Event::FirstToken);
+        }
+        if folded.tokens {
+            events.push(Event::Tokens);
         }
         match folded.end {
             None => {}

@@ -41,7 +41,7 @@
 //! 3. **Read.** Report what each read gives: [`Input::Received`], [`Input::Eof`] or [`Input::Reset`]. Report bytes before
 //!    the end that follows them. Bytes may be split anywhere; the result is the same.
 //! 4. **Events.** Pass the events of each input on in their order. After each input [`Exchange::token_count`] is current;
-//!    no event tells of tokens but the first.
+//!    no event tells of tokens but the first, and the one that [`Exchange::notify_at`] asks for.
 //! 5. **End early.** [`Input::Abort`] when the caller has no use for the rest: what still arrives is kept, for as long
 //!    as the driver continues to read. [`Input::Close`] ends the exchange at once, without an event: close the connection.
 //! 6. **Take.** [`Exchange::take`] gives the generation so far, and [`Exchange::take_body`] the body of a reply that is
@@ -54,7 +54,7 @@
 //! | [`Event::Connected`] | report [`Input::Send`] if the request is still wanted, else [`Input::Close`] |
 //! | [`Event::Sent`] | stop waiting for the connection to become writable |
 //! | [`Event::Head`] | pass it on; stop waiting for the connection to become writable |
-//! | [`Event::FirstToken`], [`Event::Finished`] | pass it on, and continue to read until [`Event::Ended`] |
+//! | [`Event::FirstToken`], [`Event::Tokens`], [`Event::Finished`] | pass it on, and continue to read until [`Event::Ended`] |
 //! | [`Event::Overrun`] | pass it on; the engine has to be told to abort the request |
 //! | [`Event::DecodeError`], [`Event::Failed`] | pass it on; [`Event::Ended`] follows, for an error that the engine reports after the rest of the body |
 //! | [`Event::Refused`] | pass it on with [`Exchange::take_body`] |

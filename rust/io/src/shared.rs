@@ -146,6 +146,17 @@ impl Shared {
         f64::from_bits(self.last_token_at.load(Ordering::Acquire))
     }
 
+    /// A copy of the tokens received so far; none after [`Shared::take`].
+    #[must_use]
+    pub fn token_ids(&self) -> Vec<i32> {
+        self.lock().exchange.token_ids().to_vec()
+    }
+
+    /// Report [`Event::Tokens`] once, see [`Exchange::notify_at`].
+    pub fn notify_at(&self, count: usize) -> bool {
+        self.lock().exchange.notify_at(count)
+    }
+
     /// Hand out what the stream has brought, see [`Exchange::take`].
     pub fn take(&self) -> Generation {
         let mut guarded = self.lock();

@@ -17,7 +17,7 @@ use crate::errors::{raise, raise_bug};
 /// | kind | payload |
 /// | --- | --- |
 /// | `"head"` | `(status, is_stream, [(name, value), ...])`, or None in place of the fields of a stream |
-/// | `"first_token"`, `"finished"`, `"overrun"` | None |
+/// | `"first_token"`, `"tokens"`, `"finished"`, `"overrun"` | None |
 /// | `"error"` | the exception, to be raised |
 /// | `"failed"` | `(errno or None, message, is_unanswered)` |
 /// | `"ended"` | whether the connection can carry another request |
@@ -38,6 +38,7 @@ pub(crate) fn convert<'py>(
                 add(intern!(py, "head"), head_payload(py, &head, exchange.is_stream(&head))?)?;
             }
             Event::FirstToken => add(intern!(py, "first_token"), none())?,
+            Event::Tokens => add(intern!(py, "tokens"), none())?,
             Event::Finished => add(intern!(py, "finished"), none())?,
             Event::Overrun => add(intern!(py, "overrun"), none())?,
             Event::DecodeError(error) => add(intern!(py, "error"), exception(py, &error, None))?,

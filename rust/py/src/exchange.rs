@@ -1,5 +1,6 @@
 use std::sync::Arc;
 
+use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -90,6 +91,18 @@ impl Exchange {
     #[getter]
     fn held_bytes(&self) -> usize {
         self.shared.held_bytes()
+    }
+
+    /// A copy of the tokens received so far: int32 ``[n]``. Empty after :meth:`take`.
+    fn token_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.shared.token_ids().into_pyarray(py)
+    }
+
+    /// Report ``"tokens"`` once, when ``count`` tokens have come; this replaces an earlier ``count``.
+    ///
+    /// Returns whether they have come already: then nothing is reported.
+    fn notify_at(&self, count: usize) -> bool {
+        self.shared.notify_at(count)
     }
 
     /// Return the tokens and side data received so far. Works at any time; the stream is not read any further.

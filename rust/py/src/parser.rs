@@ -1,5 +1,6 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use numpy::{IntoPyArray, PyArray1};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyMemoryView};
@@ -118,6 +119,12 @@ impl Parser {
     #[getter]
     fn token_count(&self) -> usize {
         self.inner.token_count()
+    }
+
+    /// A copy of the tokens received so far: int32 ``[n]``. Raises ``ValueError`` after :meth:`take`.
+    fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        self.check_not_taken()?;
+        Ok(self.inner.token_ids().to_vec().into_pyarray(py))
     }
 
     /// Whether the generation has its finish reason, from the terminal event or because of ``token_limit``.

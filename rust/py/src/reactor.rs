@@ -34,7 +34,7 @@ type Inner = streamfold_io::reactor::Reactor;
 /// - ``"opened"``: 0, or the errno, and the connection is gone
 /// - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
 ///   for a stream
-/// - ``"first_token"``, ``"finished"``, ``"overrun"``: None
+/// - ``"first_token"``, ``"tokens"`` (see :meth:`Exchange.notify_at`), ``"finished"``, ``"overrun"``: None
 /// - ``"error"``: the exception
 /// - ``"failed"``: ``(errno or None, message, whether no byte of a reply was received)``
 /// - ``"ended"``: whether the connection can carry another exchange. It stays open in any case, until :meth:`end`

@@ -1,12 +1,14 @@
 """Driver: carries requests to servers, and their replies to the parser. The contract of all transports.
 
-A driver reports what changes, to one listener for each request, and nothing for an event of a stream. In this order:
+A driver reports what changes, to one listener for each request, and nothing for an event of a stream, unless it was
+asked for by :meth:`Exchange.notify_at`. In this order:
 
 | kind | what happened | detail |
 | --- | --- | --- |
 | ``connected`` | the request can leave: call :meth:`Exchange.send` | None |
 | ``head`` | the status and headers were received | :class:`Head` |
 | ``first_token`` | the stream brought its first token | None |
+| ``tokens`` | as many tokens have come as :meth:`Exchange.notify_at` asked for, once | None |
 | ``finished`` | the terminal event was received; the rest of the body follows | None |
 | ``overrun`` | the stream went on far past ``max_new_tokens``, and is read no further | None |
 | ``error`` | the stream is damaged or truncated, or the engine reported an error in it | a ``StreamfoldError`` |
@@ -27,12 +29,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from streamfold._core import Generation
     from streamfold.client.urls import Origin
 
 __all__ = ["Driver", "Exchange", "Failure", "Fields", "Head", "HttpRequest", "Kind", "Listener"]
 
-Kind = Literal["connected", "head", "first_token", "finished", "overrun", "error", "failed", "ended"]
+Kind = Literal["connected", "head", "first_token", "tokens", "finished", "overrun", "error", "failed", "ended"]
 Listener = Callable[[Kind, Any], None]
 Fields = tuple[tuple[str, str], ...]  # names and values of headers
 
@@ -119,6 +124,15 @@ class Exchange(Protocol):
     @property
     def last_token_at(self) -> float:
         """When the last token was received, by ``time.monotonic()``; infinite before the first."""
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
+
+    def notify_at(self, count: int) -> bool:
+        """Report ``tokens`` once, when so many have come; this replaces an earlier ``count``.
+
+        Returns whether they have come already: then nothing is reported.
+        """
 
     def send(self) -> None:
         """After ``connected``: let the request leave."""

@@ -10,6 +10,9 @@ from streamfold.client.drivers.base import Failure, Head
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from streamfold._core import Exchange, Generation
     from streamfold.client.drivers.base import HttpRequest, Kind, Listener
     from streamfold.client.drivers.connector import Opened
@@ -90,6 +93,14 @@ class DirectExchange:
     def last_token_at(self) -> float:
         """When the last token was received, by ``time.monotonic()``; infinite before the first."""
         return self._core.last_token_at
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
+        return self._core.token_ids()
+
+    def notify_at(self, count: int) -> bool:
+        """Report ``tokens`` once, when so many have come. Returns whether they have come already."""
+        return self._core.notify_at(count)
 
     def send(self) -> None:
         """After ``connected``: let the request leave."""

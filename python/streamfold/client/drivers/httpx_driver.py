@@ -17,6 +17,9 @@ from streamfold.client.drivers.httpx_connection import Connection, Stopped, new_
 from streamfold.errors import EngineError, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from streamfold._core import Generation
     from streamfold.client.drivers.base import HttpRequest, Kind, Listener
 
@@ -108,6 +111,7 @@ class HttpxExchange:
         self._connection = Connection(transport, on_ready=self._on_ready)
         self._may_send = False
         self._parser = Parser(**(request.stream or {"dialect": "sglang"}))  # unused if the reply is no stream
+        self._notify_at = math.inf  # tokens
         self._taken = False
         self._is_rest = False  # what follows is no part of the generation
         self._rest_bytes = 0
@@ -127,6 +131,16 @@ class HttpxExchange:
     def token_count(self) -> int:
         """Tokens received so far."""
         return self._parser.token_count
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
+        return self._parser.token_ids()
+
+    def notify_at(self, count: int) -> bool:
+        """Report ``tokens`` once, when so many have come. Returns whether they have come already."""
+        is_there = self._parser.token_count >= count
+        self._notify_at = math.inf if is_there else count
+        return is_there
 
     def send(self) -> None:
         """Let the request leave."""
@@ -268,6 +282,9 @@ class HttpxExchange:
             if self.first_token_at == math.inf:
                 self.first_token_at = self.last_token_at
                 self._report("first_token", None)
+        if self._parser.token_count >= self._notify_at:
+            self._notify_at = math.inf
+            self._report("tokens", None)
         if self._parser.finished and not self._finished:
             self._finished = True
             self._is_rest = not self._parser.overrun

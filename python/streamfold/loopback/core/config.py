@@ -30,6 +30,7 @@ _AT_LEAST_1 = (
     "stream_interval",
     "context_length",
     "num_experts",
+    "dp_size",
     "api_servers",
 )
 _AT_LEAST_0 = (
@@ -57,7 +58,8 @@ class Config:
     seed equals the undisturbed one); ``vocab_size``, at least 512; ``stop_probability``, the probability of the
     end-of-sequence token at each free choice; ``piece_probability``, that of a piece of text that is hard to handle,
     such as CJK characters, instead of a word; ``num_layers``, ``top_k`` and ``num_experts``, the shape of the routed
-    experts (0 layers: none are returned); ``context_length``, the limit for prompt plus output in tokens.
+    experts (0 layers: none are returned); ``context_length``, the limit for prompt plus output in tokens; ``dp_size``,
+    how many data-parallel ranks a request may name.
 
     Speed: ``token_rate`` in tokens per second and request (None: unlimited), ``tokens_per_step`` as with speculative
     decoding, ``prefill_delay`` in seconds before the first token, ``max_running_requests`` in the batch,
@@ -96,6 +98,7 @@ class Config:
     top_k: int = 2
     num_experts: int = 16
     context_length: int = 32_768
+    dp_size: int = 1
 
     token_rate: float | None = None
     tokens_per_step: int = 1

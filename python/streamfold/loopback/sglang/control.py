@@ -141,7 +141,7 @@ class _SglangControl:
             "max_queued_requests": config.max_queued_requests,
             "enable_return_routed_experts": config.num_layers > 0,
             "weight_version": scheduler.weight_version,
-            "dp_size": 1,
+            "dp_size": config.dp_size,
             "internal_states": [{"effective_max_running_requests_per_dp": config.max_running_requests}],
             "version": config.version,
         }

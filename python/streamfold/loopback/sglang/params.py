@@ -166,6 +166,7 @@ def _scalar_fits(key: str, value: object) -> bool:
 
 def read_generate(body: Mapping[str, Any], config: Config) -> list[RequestParams]:
     """Parse a checked body: one generation, or several with an index each. Raises InvalidRequest."""
+    _check_rank(body, config)
     sampling = _read_sampling(body.get("sampling_params") or {}, config)
     if sampling.stop and config.skip_tokenizer_init:
         msg = "stop strings need a tokenizer, and the engine was started without (skip_tokenizer_init)"
@@ -179,6 +180,13 @@ def read_generate(body: Mapping[str, Any], config: Config) -> list[RequestParams
     for prompt, rid in zip(prompts, rids, strict=True):
         found += _outputs(replace(shared, rid=rid, prompt=prompt))
     return _numbered(found) if batched or sampling.n > 1 else found
+
+
+def _check_rank(body: Mapping[str, Any], config: Config) -> None:
+    rank = body.get("routed_dp_rank", body.get("data_parallel_rank"))
+    if rank is not None and not 0 <= rank < config.dp_size:
+        msg = f"routed_dp_rank={rank} out of range [0, {config.dp_size})"
+        raise InvalidRequest(msg)
 
 
 def _outputs(params: RequestParams) -> list[RequestParams]:

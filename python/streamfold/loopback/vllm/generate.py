@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from streamfold.loopback.core.request_params import MalformedBody
@@ -38,6 +40,9 @@ class _VllmEndpoint(Endpoint[VllmRequestParams]):
     def _parse(self, http: HttpRequest, body: bytes) -> VllmRequestParams:
         given = read_json(http.headers.get("content-type", ""), body)
         params = self._read(given, self._config, http.headers.get("x-request-id"))
+        rank = http.headers.get("x-data-parallel-rank", "")
+        if self._config.release >= (0, 22) and re.fullmatch(r"-?\d+", rank):  # it ignores anything else
+            params = replace(params, dp_rank=int(rank))
         if self._scheduler.full:
             raise MalformedBody(error_object("The server is overloaded.", 503, kind="Service Unavailable"), 503)
         return params

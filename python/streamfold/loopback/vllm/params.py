@@ -37,7 +37,7 @@ class VllmRequestParams(RequestParams):
 
     ``shown_rid`` is its id in the response, which several requests may share; ``text``: return the text too;
     ``completion``: write the events of ``/v1/completions``, where ``ids_as_text`` labels tokens by their ids;
-    ``biased`` are the ids of its ``logit_bias``.
+    ``biased`` are the ids of its ``logit_bias``; ``dp_rank``: the data-parallel rank that it names.
     """
 
     shown_rid: str
@@ -47,6 +47,7 @@ class VllmRequestParams(RequestParams):
     completion: bool = False
     ids_as_text: bool = False
     biased: frozenset[int] = frozenset()
+    dp_rank: int | None = None
 
 
 def read_json(content_type: str, raw: bytes) -> dict[str, Any]:
@@ -107,6 +108,8 @@ def read_completion(body: Mapping[str, Any], config: Config, header_rid: str | N
 def verify(params: VllmRequestParams, config: Config) -> None:
     """Check what only the engine core checks. Raises InvalidRequest."""
     size, highest = config.vocab_size, max(params.prompt)
+    if params.dp_rank is not None and not 0 <= params.dp_rank < config.dp_size:
+        raise InvalidRequest(f"data_parallel_rank {params.dp_rank} is out of range [0, {config.dp_size}).")
     if len(params.prompt) >= config.context_length:
         raise InvalidRequest(_too_long(len(params.prompt), config))
     if highest >= size:

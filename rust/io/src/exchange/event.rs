@@ -49,7 +49,7 @@ pub enum Input<'a> {
     Close,
 }
 
-/// A change that the driver reports to the caller. There is none for an event of the stream.
+/// A change that the driver reports to the caller. There is none for an event of the stream, unless it was asked for.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// The connection stands, and the exchange waits for [`Input::Send`].
@@ -60,6 +60,8 @@ pub enum Event {
     Head(Head),
     /// The first token.
     FirstToken,
+    /// As many tokens as [`notify_at`](crate::Exchange::notify_at) asked for.
+    Tokens,
     /// The terminal event, the one with a finish reason: the engine works on the request no more.
     Finished,
     /// The stream went too far past `max_new_tokens`: the generation ends here with the finish reason `length`. The

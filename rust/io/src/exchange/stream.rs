@@ -10,6 +10,8 @@ pub(crate) const MAX_OVERRUN: usize = 256;
 pub(crate) struct Folded {
     /// The first token.
     pub first_token: bool,
+    /// As many tokens as were asked for.
+    pub tokens: bool,
     /// What ended the stream, if it ended.
     pub end: Option<StreamEnd>,
 }
@@ -32,6 +34,8 @@ pub(crate) struct Stream {
     parser: Option<Box<Parser>>,
     /// What `take` found.
     taken_tokens: usize,
+    /// With how many tokens to tell of them, once.
+    notify_at: Option<usize>,
     is_finished: bool,
     /// No byte is folded any more: after an error, after an overrun, after `take`.
     is_ended: bool,
@@ -47,6 +51,7 @@ impl Stream {
             options: Options { token_limit: limits.into_iter().flatten().min(), ..options },
             parser: None,
             taken_tokens: 0,
+            notify_at: None,
             is_finished: false,
             is_ended: false,
             has_engine_error: false,
@@ -85,6 +90,18 @@ impl Stream {
         self.parser.as_ref().map_or(self.taken_tokens, |parser| parser.token_count())
     }
 
+    /// The tokens so far; none after `take`.
+    pub(crate) fn token_ids(&self) -> &[i32] {
+        self.parser.as_ref().map_or(&[], |parser| parser.token_ids())
+    }
+
+    /// Tell when there are so many tokens, once; not if there are already, which is returned.
+    pub(crate) fn notify_at(&mut self, count: usize) -> bool {
+        let is_there = self.token_count() >= count;
+        self.notify_at = (!is_there).then_some(count);
+        is_there
+    }
+
     /// Bytes of memory held.
     pub(crate) fn held_bytes(&self) -> usize {
         self.parser.as_ref().map_or(0, |parser| parser.held_bytes())
@@ -105,7 +122,8 @@ impl Stream {
         let error = work(parser);
         let first_token = !had_tokens && parser.token_count() > 0;
         let is_finished = !self.is_finished && parser.finished();
-        if error.is_none() && !first_token && !is_finished {
+        let tokens = self.notify_at.take_if(|count| *count <= parser.token_count()).is_some();
+        if error.is_none() && !first_token && !tokens && !is_finished {
             return None;
         }
         self.is_finished |= is_finished;
@@ -116,6 +134,6 @@ impl Stream {
         };
         self.is_ended = matches!(end, Some(StreamEnd::Overrun | StreamEnd::Error(_)));
         self.has_engine_error = matches!(end, Some(StreamEnd::Error(Error::Engine(_))));
-        Some(Folded { first_token, end })
+        Some(Folded { first_token, tokens, end })
     }
 }

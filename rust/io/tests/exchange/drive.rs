@@ -110,6 +110,7 @@ pub fn names(events: &[Event]) -> Vec<&'static str> {
         Event::Sent => "sent",
         Event::Head(_) => "head",
         Event::FirstToken => "first_token",
+        Event::Tokens => "tokens",
         Event::Finished => "finished",
         Event::Overrun => "overrun",
         Event::DecodeError(_) => "decode_error",

@@ -8,4 +8,5 @@ mod scripts;
 mod sending;
 mod splits;
 mod streams;
+mod tokens;
 mod twin;
