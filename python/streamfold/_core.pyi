@@ -5,6 +5,7 @@ from asyncio import BaseTransport
 from collections.abc import Callable, Sequence
 from os import PathLike
 from socket import socket as Socket  # noqa: N812  # an argument has its name
+from ssl import MemoryBIO, SSLObject
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
@@ -369,6 +370,7 @@ if sys.platform == "linux":
         Events are tuples ``(connection, kind, payload)``:
 
         - ``"opened"``: 0, or the errno, and the connection is gone
+        - ``"secured"``: None, or the exception that ended the TLS handshake, and the connection is gone
         - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
           for a stream
         - ``"first_token"``, ``"tokens"`` (see :meth:`Exchange.notify_at`), ``"finished"``, ``"overrun"``: None
@@ -402,6 +404,14 @@ if sys.platform == "linux":
 
             Raises ``BlockingIOError`` while the server's backlog is full, and ``OSError`` as :meth:`connect`.
             """
+        def start_tls(self, connection: int, ssl_object: SSLObject, incoming: MemoryBIO, outgoing: MemoryBIO) -> None:
+            """Agree on TLS over a connection that was opened and carries nothing yet; ``"secured"`` follows.
+
+            ``ssl_object`` is an ``ssl.SSLObject`` over the two ``ssl.MemoryBIO``. From now on the connection carries
+            ciphertext.
+
+            Raises what ends the handshake, and then the connection is gone.
+            """
         def start(self, connection: int, exchange: Exchange) -> bool:
             """Let an open connection carry an exchange, and send at once what the socket takes.
 
@@ -409,12 +419,12 @@ if sys.platform == "linux":
             then it is closed, and the exchange can go over another connection.
             """
         def sweep(self) -> list[tuple[int, str, Any]]:
-            """Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB. Returns the events.
+            """Read what the sockets of the ordinary poll hold, for 5 ms, 4 MiB, or 256 KiB of TLS. Returns the events.
 
             The descriptor stays readable if sockets are left that have not had their turn.
             """
         def sweep_urgent(self) -> list[tuple[int, str, Any]]:
-            """Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.
+            """Connect, send and read what the sockets of the urgent poll can, as :meth:`sweep`. Returns the events.
 
             The descriptor stays readable if sockets are left that have not had their turn.
             """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
-from streamfold.client.drivers.by_scheme import SocketsByScheme
+from streamfold.client.drivers.by_loop import SocketsByLoop
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.client.drivers.httpx_driver import HttpxDriver
 
@@ -38,7 +38,7 @@ class Carrier:
         return self.name
 
 
-REACTOR = Carrier("reactor", lambda context: DirectDriver(SocketsByScheme(context)), keeps=True)
+REACTOR = Carrier("reactor", lambda context: DirectDriver(SocketsByLoop(context)), keeps=True)
 ASYNCIO = Carrier("streams", lambda context: DirectDriver(AsyncioSockets(context)), keeps=True)
 HTTPX = Carrier("httpx", lambda context: HttpxDriver(ssl_context=context), keeps=False)
 CARRIERS = (REACTOR, ASYNCIO, HTTPX)

@@ -53,7 +53,7 @@ class Way:
 
 
 PLAIN = tuple(Way(carrier, False) for carrier in (REACTOR, ASYNCIO, HTTPX))
-WAYS = (*PLAIN, Way(ASYNCIO, True), Way(HTTPX, True))
+WAYS = (*PLAIN, *(Way(way.carrier, True) for way in PLAIN))
 
 
 def sized(body: bytes) -> list[Step]:

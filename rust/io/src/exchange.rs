@@ -113,6 +113,7 @@ impl Exchange {
 
             (Ready | Sending | Head, Input::Eof) => self.fail(self.outgoing.failure(), events),
             (Ready | Sending | Head, Input::Reset(errno)) => self.fail(Failure::Reset(errno), events),
+            (Ready | Sending | Head, Input::TlsFailed(words)) => self.fail(Failure::Tls(words.to_owned()), events),
 
             (Waiting | Streaming | Rest | Refused, Input::Received(bytes)) => self.read_body(bytes, events),
             (Waiting | Streaming | Rest | Refused, Input::Eof) if self.framing.ends_at_close() => {
@@ -122,8 +123,13 @@ impl Exchange {
             (Waiting | Streaming | Rest | Refused, Input::Reset(errno)) => {
                 self.interrupt(Failure::Reset(errno), events);
             }
+            (Waiting | Streaming | Rest | Refused, Input::TlsFailed(words)) => {
+                self.interrupt(Failure::Tls(words.to_owned()), events);
+            }
 
-            (Done { .. }, Input::Received(_) | Input::Eof | Input::Reset(_)) => self.go(Signal::Disturbed),
+            (Done { .. }, Input::Received(_) | Input::Eof | Input::Reset(_) | Input::TlsFailed(_)) => {
+                self.go(Signal::Disturbed);
+            }
 
             _ => {}
         }

@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ciphertext;
 mod clock;
 mod connection;
 mod connections;
@@ -21,11 +22,12 @@ mod slab;
 mod socket;
 mod sweep;
 mod swept;
+mod tls;
 
 pub use crate::reactor::clock::monotonic;
 pub use crate::reactor::connection::Lane;
 pub use crate::reactor::connections::Reactor;
 pub use crate::reactor::pace::Pace;
-pub use crate::reactor::report::{News, Report};
+pub use crate::reactor::report::{Ciphertext, News, Report};
 pub use crate::reactor::slab::ConnectionId;
 pub use crate::reactor::swept::{Limits, Swept};

@@ -68,7 +68,7 @@ fn head_payload<'py>(py: Python<'py>, head: &Head, is_stream: bool) -> PyResult<
 fn errno(failure: &Failure) -> Option<i32> {
     match failure {
         Failure::Connect(errno) | Failure::Reset(errno) => Some(*errno),
-        Failure::Closed | Failure::Protocol(_) => None,
+        Failure::Closed | Failure::Tls(_) | Failure::Protocol(_) => None,
     }
 }
 

@@ -14,6 +14,8 @@ mod py_socket;
 mod reactor;
 mod read_rest;
 mod request_head;
+#[cfg(target_os = "linux")]
+mod tls;
 
 use pyo3::prelude::*;
 

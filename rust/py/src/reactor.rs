@@ -1,20 +1,27 @@
+use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::exceptions::{PyConnectionResetError, PyOSError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyString};
-use streamfold_io::reactor::{ConnectionId, Lane, Limits, News, Pace, Report, Swept, monotonic};
+use pyo3::types::{PyBytes, PyList, PyString};
+use pyo3::{PyTraverseError, PyVisit};
+use streamfold_io::reactor::{Ciphertext, ConnectionId, Lane, Limits, News, Pace, Report, Swept, monotonic};
+use streamfold_io::{Event, Input, Shared, State};
 
 use crate::event::convert;
 use crate::exchange::Exchange;
+use crate::tls::{self, CUT, CUT_HANDSHAKE, Decrypted, End, Tls};
 
 /// A sweep of so many sockets, or of so many bytes, keeps the interpreter: beside a busy thread, to give it up and take
 /// it again costs more than to read them.
 const MAX_ATTACHED_SOCKETS: usize = 16;
 const MAX_ATTACHED_BYTES: usize = 64 << 10;
+
+/// So much of a request is encrypted at once: the next part when the socket has taken it.
+const MAX_ENCRYPTED_BYTES: usize = 256 << 10;
 
 type Inner = streamfold_io::reactor::Reactor;
 
@@ -32,6 +39,7 @@ type Inner = streamfold_io::reactor::Reactor;
 /// Events are tuples ``(connection, kind, payload)``:
 ///
 /// - ``"opened"``: 0, or the errno, and the connection is gone
+/// - ``"secured"``: None, or the exception that ended the TLS handshake, and the connection is gone
 /// - ``"head"``: ``(status, is_stream, fields)``; the fields are a list of names in lower case and values, or None
 ///   for a stream
 /// - ``"first_token"``, ``"tokens"`` (see :meth:`Exchange.notify_at`), ``"finished"``, ``"overrun"``: None
@@ -44,6 +52,8 @@ type Inner = streamfold_io::reactor::Reactor;
 pub(crate) struct Reactor {
     /// Its lock is never held while waiting for the interpreter, nor waited for while attached. None: closed.
     inner: Mutex<Option<Inner>>,
+    /// Of the connections that carry TLS. Held for moments: never while Python is called, or an object of it is dropped.
+    tls: Mutex<HashMap<ConnectionId, Arc<Tls>>>,
     /// The process that made it. In a forked child, the lock may be held by a thread that is not there.
     process: u32,
 }
@@ -55,7 +65,7 @@ impl Reactor {
     fn new(py: Python<'_>, rest_floor: f64, rest_ceiling: f64, rest_share: f64) -> PyResult<Self> {
         let inner =
             Inner::new(Pace::new(rest_floor, rest_ceiling, rest_share)).map_err(|error| os_error(py, &error))?;
-        Ok(Self { inner: Mutex::new(Some(inner)), process: std::process::id() })
+        Ok(Self { inner: Mutex::new(Some(inner)), tls: Mutex::default(), process: std::process::id() })
     }
 
     /// The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`.
@@ -91,29 +101,64 @@ impl Reactor {
         self.open(py, |reactor| reactor.connect_unix(path.as_os_str().as_encoded_bytes()))
     }
 
+    /// Agree on TLS over a connection that was opened and carries nothing yet; ``"secured"`` follows.
+    ///
+    /// ``ssl_object`` is an ``ssl.SSLObject`` over the two ``ssl.MemoryBIO``. From now on the connection carries
+    /// ciphertext.
+    ///
+    /// Raises what ends the handshake, and then the connection is gone.
+    fn start_tls(
+        &self,
+        py: Python<'_>,
+        connection: u64,
+        ssl_object: Py<PyAny>,
+        incoming: Py<PyAny>,
+        outgoing: Py<PyAny>,
+    ) -> PyResult<()> {
+        let id = ConnectionId::from_u64(connection);
+        let tls = Arc::new(Tls::new(ssl_object, incoming, outgoing));
+        self.with(py, |reactor| reactor.start_tls(id));
+        self.keys().insert(id, tls.clone());
+        let result = self.shake_hands(py, id, &tls).map(drop);
+        self.settle_later(py, id, Vec::new());
+        if result.is_err() {
+            self.end(py, connection);
+        }
+        result
+    }
+
     /// Let an open connection carry an exchange, and send at once what the socket takes.
     ///
     /// Returns False if there is no such connection, or if it has carried one before and shows a byte or its end:
     /// then it is closed, and the exchange can go over another connection.
-    fn start(&self, py: Python<'_>, connection: u64, exchange: &Exchange) -> bool {
-        let (id, exchange) = (ConnectionId::from_u64(connection), exchange.shared.clone());
-        self.with(py, |reactor| reactor.start(id, exchange, monotonic())).unwrap_or(false)
+    fn start(&self, py: Python<'_>, connection: u64, exchange: &Exchange) -> PyResult<bool> {
+        let (id, shared) = (ConnectionId::from_u64(connection), exchange.shared.clone());
+        let tls = self.keys_of(id);
+        let is_started = self.with(py, |reactor| reactor.start(id, shared, monotonic())).unwrap_or(false);
+        if let (true, Some(tls)) = (is_started, tls) {
+            let mut events = Vec::new();
+            let result = self.carry(py, id, &tls, &exchange.shared, None, &mut events);
+            self.settle_later(py, id, events);
+            if tls.is_over() {
+                self.end_idle(py, id);
+            }
+            result?;
+        }
+        Ok(is_started)
     }
 
-    /// Read what the sockets of the ordinary poll hold, for 5 ms or 4 MiB. Returns the events.
+    /// Read what the sockets of the ordinary poll hold, for 5 ms, 4 MiB, or 256 KiB of TLS. Returns the events.
     ///
     /// The descriptor stays readable if sockets are left that have not had their turn.
     fn sweep<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let reports = self.sweep_lane(py, Lane::Ordinary)?;
-        events(py, reports)
+        self.sweep_lane(py, Lane::Ordinary)
     }
 
-    /// Connect, send and read what the sockets of the urgent poll can, for 5 ms or 4 MiB. Returns the events.
+    /// Connect, send and read what the sockets of the urgent poll can, as :meth:`sweep`. Returns the events.
     ///
     /// The descriptor stays readable if sockets are left that have not had their turn.
     fn sweep_urgent<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let reports = self.sweep_lane(py, Lane::Urgent)?;
-        events(py, reports)
+        self.sweep_lane(py, Lane::Urgent)
     }
 
     /// Read what the socket of one connection holds, up to 4 MiB. Returns the events.
@@ -123,7 +168,7 @@ impl Reactor {
             reactor.read_now(ConnectionId::from_u64(connection), monotonic, &mut reports);
             reports
         });
-        events(py, reports.unwrap_or_default())
+        self.events(py, reports.unwrap_or_default())
     }
 
     /// The rest of the reply is of no use: read it without a rest, keep what arrives. Returns the events.
@@ -133,12 +178,15 @@ impl Reactor {
             reactor.abort(ConnectionId::from_u64(connection), monotonic(), &mut reports);
             reports
         });
-        events(py, reports.unwrap_or_default())
+        self.events(py, reports.unwrap_or_default())
     }
 
     /// Close a connection now, for the server as well. No event follows. Idempotent.
     fn end(&self, py: Python<'_>, connection: u64) {
-        drop(self.with(py, |reactor| reactor.end(ConnectionId::from_u64(connection))));
+        let id = ConnectionId::from_u64(connection);
+        drop(self.with(py, |reactor| reactor.end(id)));
+        let tls = self.keys().remove(&id);
+        drop(tls); // after the lock
     }
 
     /// Close all connections and the polls. The loop must not watch the descriptors any more. Idempotent.
@@ -149,6 +197,19 @@ impl Reactor {
             None if self.is_forked() => None,
             None => py.detach(|| self.lock().take()),
         });
+        let tls = std::mem::take(&mut *self.keys());
+        drop(tls); // after the lock
+    }
+
+    #[allow(clippy::needless_pass_by_value, reason = "the signature of the slot")]
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let Ok(all) = self.tls.try_lock() else { return Ok(()) };
+        all.values().try_for_each(|tls| tls.traverse(&visit))
+    }
+
+    fn __clear__(&self) {
+        let tls = std::mem::take(&mut *self.keys());
+        drop(tls); // after the lock
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
@@ -198,58 +259,265 @@ impl Reactor {
         }
     }
 
-    fn sweep_lane(&self, py: Python<'_>, lane: Lane) -> PyResult<Vec<Report>> {
+    fn sweep_lane<'py>(&self, py: Python<'py>, lane: Lane) -> PyResult<Bound<'py, PyList>> {
         let mut reports = Vec::new();
+        let result = self.sweep_sockets(py, lane, &mut reports).map_err(|error| os_error(py, &error));
+        let has_ciphertext = reports.iter().any(|report| matches!(report.news, News::Ciphertext(_)));
+        let began = if has_ciphertext { monotonic() } else { 0.0 };
+        let list = self.events(py, reports);
+        let mut swept = result?;
+        if lane == Lane::Ordinary {
+            if has_ciphertext {
+                swept.seconds += monotonic() - began;
+            }
+            let paused = self.with(py, |reactor| reactor.pause(&swept, monotonic()));
+            paused.unwrap_or(Ok(())).map_err(|error| os_error(py, &error))?;
+        }
+        list
+    }
+
+    fn sweep_sockets(&self, py: Python<'_>, lane: Lane, reports: &mut Vec<Report>) -> io::Result<Swept> {
         let small = Limits { bytes: MAX_ATTACHED_BYTES, ..Limits::default() };
-        let attached = self.try_lock().map(|mut guard| -> io::Result<Option<Swept>> {
-            let Some(reactor) = guard.as_mut() else { return Ok(None) };
+        let attached = self.try_lock().map(|mut guard| -> io::Result<(Swept, bool)> {
+            let Some(reactor) = guard.as_mut() else { return Ok((Swept::default(), true)) };
             if reactor.look(lane)? > MAX_ATTACHED_SOCKETS {
-                return Ok(Some(Swept { is_bounded: true, ..Swept::default() }));
+                return Ok((Swept { is_bounded: true, ..Swept::default() }, false));
             }
-            let swept = reactor.sweep(lane, small, monotonic, &mut reports);
-            let is_over = !swept.is_bounded || swept.seconds >= small.seconds;
-            if is_over {
-                pause(reactor, lane, &swept)?;
-            }
-            Ok(Some(swept).filter(|_| !is_over))
+            let swept = reactor.sweep(lane, small, monotonic, reports);
+            Ok((swept, !swept.is_bounded || swept.seconds >= small.seconds))
         });
-        let Some(swept) =
-            attached.unwrap_or_else(|| Ok(Some(Swept::default()))).map_err(|error| os_error(py, &error))?
-        else {
-            return Ok(reports);
-        };
-        py.detach(|| -> io::Result<()> {
+        let (swept, is_over) = attached.unwrap_or(Ok((Swept::default(), false)))?;
+        if is_over {
+            return Ok(swept);
+        }
+        py.detach(|| {
             let mut guard = self.lock();
-            let Some(reactor) = guard.as_mut() else { return Ok(()) };
+            let Some(reactor) = guard.as_mut() else { return Ok(swept) };
             if !swept.is_bounded {
                 reactor.look(lane)?;
             }
             let limits = Limits::default();
-            let left =
-                Limits { seconds: limits.seconds - swept.seconds, bytes: limits.bytes.saturating_sub(swept.bytes) };
-            let later = reactor.sweep(lane, left, monotonic, &mut reports);
-            pause(reactor, lane, &swept.then(later))
+            let left = Limits {
+                seconds: limits.seconds - swept.seconds,
+                bytes: limits.bytes.saturating_sub(swept.bytes),
+                ciphertext: limits.ciphertext.saturating_sub(swept.ciphertext),
+            };
+            Ok(swept.then(reactor.sweep(lane, left, monotonic, reports)))
         })
-        .map_err(|error| os_error(py, &error))?;
-        Ok(reports)
     }
-}
 
-fn pause(reactor: &mut Inner, lane: Lane, swept: &Swept) -> io::Result<()> {
-    if lane == Lane::Ordinary { reactor.pause(swept, monotonic()) } else { Ok(()) }
-}
+    /// What Python is told. An error does not keep what is left from being told to the exchanges.
+    fn events<'py>(&self, py: Python<'py>, reports: Vec<Report>) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(py);
+        let mut result = Ok(());
+        for report in reports {
+            result = result.and(self.add_events(py, report, &list));
+        }
+        result.map(|()| list)
+    }
 
-fn events(py: Python<'_>, reports: Vec<Report>) -> PyResult<Bound<'_, PyList>> {
-    let list = PyList::empty(py);
-    for Report { connection, news } in reports {
-        let connection = connection.as_u64();
+    fn add_events(&self, py: Python<'_>, report: Report, list: &Bound<'_, PyList>) -> PyResult<()> {
+        let Report { connection: id, news } = report;
+        let connection = id.as_u64();
         let add = |kind: &Bound<'_, PyString>, payload: Bound<'_, PyAny>| list.append((connection, kind, payload));
         match news {
-            News::Opened(errno) => add(intern!(py, "opened"), errno.into_pyobject(py)?.into_any())?,
-            News::Events(exchange, events) => convert(py, &exchange, events, add)?,
+            News::Opened(errno) => add(intern!(py, "opened"), errno.into_pyobject(py)?.into_any()),
+            News::Events(exchange, events) => convert(py, &exchange, events, add),
+            News::Ciphertext(ciphertext) => {
+                let Some(tls) = self.keys_of(id) else { return Ok(()) };
+                match self.with(py, |reactor| reactor.carried(id)).flatten() {
+                    Some(exchange) => {
+                        let mut events = Vec::new();
+                        let result = self.carry(py, id, &tls, &exchange, Some(ciphertext), &mut events);
+                        let mut reports = Vec::new();
+                        self.with(py, |reactor| reactor.settle_tls(id, events, &mut reports));
+                        if tls.is_over() {
+                            self.end_idle(py, id);
+                        }
+                        reports.into_iter().fold(result, |result, report| result.and(self.add_events(py, report, list)))
+                    }
+                    None if !self.with(py, |reactor| reactor.is_shaking_hands(id)).unwrap_or(false) => {
+                        self.end_idle(py, id); // behind a reply
+                        Ok(())
+                    }
+                    None => match self.receive_handshake(py, id, &tls, ciphertext) {
+                        Ok(false) => Ok(()),
+                        Ok(true) => add(intern!(py, "secured"), py.None().into_bound(py)),
+                        Err(error) => {
+                            self.end(py, connection);
+                            let (_, interrupt) = tls::words(py, error.clone_ref(py));
+                            add(intern!(py, "secured"), error.into_value(py).into_bound(py).into_any())?;
+                            interrupt.map_or(Ok(()), Err)
+                        }
+                    },
+                }
+            }
         }
     }
-    Ok(list)
+
+    // TLS.
+
+    fn keys(&self) -> MutexGuard<'_, HashMap<ConnectionId, Arc<Tls>>> {
+        self.tls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn keys_of(&self, id: ConnectionId) -> Option<Arc<Tls>> {
+        self.keys().get(&id).cloned()
+    }
+
+    fn settle_later(&self, py: Python<'_>, id: ConnectionId, events: Vec<Event>) {
+        self.with(py, |reactor| reactor.settle_tls_later(id, events));
+    }
+
+    /// Close a connection that is kept for the next exchange. It shows as closed when that comes.
+    fn end_idle(&self, py: Python<'_>, id: ConnectionId) {
+        if self.with(py, |reactor| reactor.is_idle(id)).unwrap_or(false) {
+            self.end(py, id.as_u64());
+        }
+    }
+
+    fn send(&self, py: Python<'_>, id: ConnectionId, ciphertext: &Bound<'_, PyBytes>) -> io::Result<()> {
+        let ciphertext = ciphertext.as_bytes();
+        if ciphertext.is_empty() {
+            return Ok(());
+        }
+        self.with(py, |reactor| reactor.send_tls(id, ciphertext)).unwrap_or(Ok(()))
+    }
+
+    /// Go on with the handshake. Returns whether it is over.
+    fn shake_hands(&self, py: Python<'_>, id: ConnectionId, tls: &Tls) -> PyResult<bool> {
+        let result = tls.shake_hands(py);
+        // An alert, if it has failed.
+        let sent = self.send(py, id, &tls.to_send(py)?);
+        let is_over = result?;
+        sent.map_err(|error| os_error(py, &error))?;
+        if is_over {
+            self.with(py, |reactor| reactor.end_handshake(id));
+        }
+        Ok(is_over)
+    }
+
+    fn receive_handshake(&self, py: Python<'_>, id: ConnectionId, tls: &Tls, ciphertext: Ciphertext) -> PyResult<bool> {
+        match ciphertext {
+            Ciphertext::Sent => return Ok(false),
+            Ciphertext::Received(bytes) => tls.receive(py, &bytes)?,
+            Ciphertext::Ended(None) => return Err(PyConnectionResetError::new_err(CUT_HANDSHAKE)),
+            Ciphertext::Ended(Some(errno)) | Ciphertext::SendFailed(errno) => {
+                return Err(os_error(py, &io::Error::from_raw_os_error(errno)));
+            }
+        }
+        let is_over = self.shake_hands(py, id, tls)?;
+        let mut reports = Vec::new();
+        self.with(py, |reactor| reactor.settle_tls(id, Vec::new(), &mut reports));
+        match reports.pop() {
+            None => Ok(is_over),
+            Some(_) => Err(PyConnectionResetError::new_err(CUT_HANDSHAKE)),
+        }
+    }
+
+    /// Tell an exchange what came, and send what it and TLS want to send.
+    fn carry(
+        &self,
+        py: Python<'_>,
+        id: ConnectionId,
+        tls: &Tls,
+        exchange: &Shared,
+        ciphertext: Option<Ciphertext>,
+        events: &mut Vec<Event>,
+    ) -> PyResult<()> {
+        let now = monotonic();
+        let mut interrupt = None;
+        match ciphertext {
+            None | Some(Ciphertext::Sent) => {}
+            Some(Ciphertext::SendFailed(errno)) => exchange.handle(Input::SendFailed(errno), now, events),
+            Some(Ciphertext::Ended(Some(errno))) => exchange.handle(Input::Reset(errno), now, events),
+            // TLS has ended before, or it is cut.
+            Some(Ciphertext::Ended(None)) => exchange.handle(Input::TlsFailed(CUT), now, events),
+            Some(Ciphertext::Received(bytes)) => tls.receive(py, &bytes)?,
+        }
+        if tls.is_pending(py)? {
+            interrupt = receive_plain(py, tls, exchange, now, events);
+        }
+        let is_sent = self.with(py, |reactor| reactor.is_sent(id)).unwrap_or(true);
+        let result = self.send_plain(py, id, tls, exchange, is_sent, events);
+        if let Err(error) = result {
+            let (words, other) = tls::words(py, error);
+            exchange.handle(Input::TlsFailed(&words), now, events);
+            interrupt = interrupt.or(other);
+        }
+        self.check_reusable(py, id, tls, events)?;
+        interrupt.map_or(Ok(()), Err)
+    }
+
+    /// Encrypt and send as much of the request as the socket takes.
+    fn send_plain(
+        &self,
+        py: Python<'_>,
+        id: ConnectionId,
+        tls: &Tls,
+        exchange: &Shared,
+        mut is_sent: bool,
+        events: &mut Vec<Event>,
+    ) -> PyResult<()> {
+        loop {
+            let mut is_last = false;
+            let ciphertext = tls.encrypt(py, || {
+                let mut plain = Vec::new();
+                if is_sent && exchange.state() == State::Sending {
+                    exchange.send(monotonic(), events, |parts| {
+                        for part in parts {
+                            plain.extend_from_slice(&part[..part.len().min(MAX_ENCRYPTED_BYTES - plain.len())]);
+                        }
+                        Ok(plain.len())
+                    });
+                }
+                is_last = plain.is_empty();
+                Ok(plain)
+            })?;
+            if let Err(error) = self.send(py, id, &ciphertext) {
+                let errno = error.raw_os_error().unwrap_or_default();
+                exchange.handle(Input::SendFailed(errno), monotonic(), events);
+                return Ok(());
+            }
+            is_sent = self.with(py, |reactor| reactor.is_sent(id)).unwrap_or(true);
+            if is_last || !is_sent || tls.is_unwritten() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// A connection can't carry another exchange if something of the request or behind the reply is left.
+    fn check_reusable(&self, py: Python<'_>, id: ConnectionId, tls: &Tls, events: &mut [Event]) -> PyResult<()> {
+        if let Some(Event::Ended { reusable }) = events.last_mut()
+            && *reusable
+        {
+            let is_sent = self.with(py, |reactor| reactor.is_sent(id)).unwrap_or(true);
+            *reusable = is_sent && !tls.is_unwritten() && !tls.is_pending(py)?;
+        }
+        Ok(())
+    }
+}
+
+/// Decrypt what was received, and tell the exchange. Returns what has interrupted it.
+fn receive_plain(py: Python<'_>, tls: &Tls, exchange: &Shared, now: f64, events: &mut Vec<Event>) -> Option<PyErr> {
+    let Decrypted { plain, end } = tls.decrypt(py);
+    if plain.len() > MAX_ATTACHED_BYTES {
+        py.detach(|| exchange.receive(&plain, now, events));
+    } else if !plain.is_empty() {
+        exchange.receive(&plain, now, events);
+    }
+    match end {
+        None => None,
+        Some(End::Closed) => {
+            exchange.handle(Input::Eof, now, events);
+            None
+        }
+        Some(End::Failed(error)) => {
+            let (words, interrupt) = tls::words(py, error);
+            exchange.handle(Input::TlsFailed(&words), now, events);
+            interrupt
+        }
+    }
 }
 
 /// As Python's own sockets raise it: with the errno, and of the class that belongs to it.

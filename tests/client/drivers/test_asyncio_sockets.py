@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from streamfold.client.drivers import asyncio_sockets
+from streamfold.client.drivers import asyncio_sockets, tls
 from streamfold.client.drivers.asyncio_sockets import AsyncioSockets
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.errors import StreamTruncated
@@ -258,7 +258,7 @@ async def test_certificates_and_keys_of_the_environment_are_not_used(
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's own view of the handshake
     monkeypatch.setenv("SSL_CERT_FILE", str(DATA / "tls" / "cert.pem"))
     monkeypatch.setenv("SSLKEYLOGFILE", str(tmp_path / "keys"))
-    asyncio_sockets._verifying.cache_clear()
+    tls.verifying.cache_clear()
     async with Replay(WHOLE, tls=server_tls()) as server:
         driver = DirectDriver(AsyncioSockets())
         driven = Driven(driver, asked(server.url))

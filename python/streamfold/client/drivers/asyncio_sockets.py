@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import weakref
-from functools import cache
 from typing import TYPE_CHECKING
-
-import certifi
 
 from streamfold._core import ConnectionProtocol, ReadRest
 from streamfold.client.drivers.socket_options import set_options
+from streamfold.client.drivers.tls import server_name, verifying
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
     from streamfold._core import Exchange
@@ -130,8 +128,8 @@ class _Opening:
                 transport = await self._loop.start_tls(
                     self._reader,
                     connection,
-                    _verifying() if self._owner.tls is None else self._owner.tls,
-                    server_hostname=self._origin.host.partition("%")[0],
+                    verifying() if self._owner.tls is None else self._owner.tls,
+                    server_hostname=server_name(self._origin),
                     ssl_handshake_timeout=_HANDSHAKE_SECONDS,
                 )
                 if transport is None or self._reader.is_closing():
@@ -208,11 +206,3 @@ class _Reading:
 
 # By weak references on both sides: what reads refers to its loop.
 _READING: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Reading]] = weakref.WeakKeyDictionary()
-
-
-@cache  # loading the certificates takes longer than everything else
-def _verifying() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # not the default one, which reads environment variables
-    context.load_verify_locations(cafile=certifi.where())
-    context.set_alpn_protocols(["http/1.1"])
-    return context

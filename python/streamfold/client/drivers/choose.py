@@ -30,10 +30,10 @@ def driver_factory(transport: object, ssl_context: ssl.SSLContext | None, calls:
 
 
 def _direct(ssl_context: ssl.SSLContext | None) -> Driver:
-    from streamfold.client.drivers.by_scheme import SocketsByScheme  # noqa: PLC0415
+    from streamfold.client.drivers.by_loop import SocketsByLoop  # noqa: PLC0415
     from streamfold.client.drivers.direct import DirectDriver  # noqa: PLC0415
 
-    return DirectDriver(SocketsByScheme(ssl_context))
+    return DirectDriver(SocketsByLoop(ssl_context))
 
 
 def _httpx(transport: object, ssl_context: ssl.SSLContext | None, calls: int) -> Callable[[], Driver]:

@@ -107,7 +107,7 @@ class LoopReactor:
     # Connections.
 
     def listen(self, connection: int, on_event: OnEvent) -> None:
-        """Pass the events of a connection on, up to ``"opened"`` or ``"ended"``."""
+        """Pass the events of a connection on, up to ``"opened"``, ``"secured"`` or ``"ended"``."""
         self._handlers[connection] = on_event
 
     def end(self, connection: int) -> None:
@@ -125,7 +125,7 @@ class LoopReactor:
         try:
             while waiting:
                 connection, kind, payload = waiting.popleft()
-                is_last = kind in ("ended", "opened")
+                is_last = kind in ("ended", "opened", "secured")
                 handler = handlers.pop(connection, None) if is_last else handlers.get(connection)
                 if handler is not None:
                     try:

@@ -42,6 +42,8 @@ pub enum Input<'a> {
     Eof,
     /// Reading failed; holds the errno.
     Reset(i32),
+    /// TLS failed, in its own words: no byte follows that could be trusted.
+    TlsFailed(&'a str),
     /// The caller has no use for the rest: nothing that goes wrong from now on is reported, and what still arrives is
     /// kept. A request that is not wholly sent ends at once.
     Abort,

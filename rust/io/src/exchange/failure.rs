@@ -12,6 +12,8 @@ pub enum Failure {
     Closed,
     /// The connection broke; holds the errno.
     Reset(i32),
+    /// TLS failed; holds its own words.
+    Tls(String),
     /// The server broke a rule of HTTP/1.1, or exceeded a limit.
     Protocol(ProtocolError),
 }
@@ -22,6 +24,7 @@ impl fmt::Display for Failure {
             Self::Connect(errno) => write!(f, "no connection: {}", io::Error::from_raw_os_error(*errno)),
             Self::Closed => f.write_str("the server closed the connection before its reply was complete"),
             Self::Reset(errno) => write!(f, "the connection broke: {}", io::Error::from_raw_os_error(*errno)),
+            Self::Tls(words) => write!(f, "the connection broke: {words}"),
             Self::Protocol(error) => write!(f, "the reply is not valid HTTP/1.1: {error}"),
         }
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::exchange::State;
+use crate::reactor::ciphertext::Tls;
 use crate::reactor::poll::{Interest, Readiness};
 use crate::reactor::socket::Socket;
 use crate::shared::Shared;
@@ -19,6 +20,8 @@ pub enum Lane {
 /// What a connection is doing.
 pub(crate) enum Phase {
     Connecting,
+    /// TLS is being agreed on.
+    Handshake,
     /// It has no exchange.
     Idle {
         /// It has carried an exchange: the server may close it at any time.
@@ -35,6 +38,8 @@ pub(crate) enum Phase {
 pub(crate) struct Connection {
     pub socket: Socket,
     pub phase: Phase,
+    /// If it carries TLS.
+    pub tls: Option<Tls>,
     /// The poll that it is in.
     pub watched: Option<(Lane, Interest)>,
     /// What it is ready for, while it waits for its turn in a sweep.
@@ -44,12 +49,32 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(crate) fn new(socket: Socket) -> Self {
-        Self { socket, phase: Phase::Connecting, watched: None, readiness: Readiness::default(), is_queued: false }
+        Self {
+            socket,
+            phase: Phase::Connecting,
+            tls: None,
+            watched: None,
+            readiness: Readiness::default(),
+            is_queued: false,
+        }
     }
 
     /// The poll that it belongs into.
     pub(crate) fn place(&self) -> Option<(Lane, Interest)> {
+        let place = self.place_of_phase();
+        match &self.tls {
+            None => place,
+            Some(tls) if tls.is_woken => Some((Lane::Urgent, Interest::Both)),
+            Some(tls) if tls.is_ended() => None,
+            Some(tls) if !tls.is_sent() => place.map(|_| (Lane::Urgent, Interest::Both)),
+            // Written to only while ciphertext waits.
+            Some(_) => place.map(|(lane, _)| (lane, Interest::Read)),
+        }
+    }
+
+    fn place_of_phase(&self) -> Option<(Lane, Interest)> {
         match &self.phase {
+            Phase::Handshake => Some((Lane::Urgent, Interest::Read)),
             Phase::Connecting => Some((Lane::Urgent, Interest::Write)),
             // Where it is: to move it costs two system calls.
             Phase::Idle { is_kept: true } => {

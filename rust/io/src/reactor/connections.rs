@@ -122,7 +122,8 @@ impl Reactor {
         self.insert(Socket::connect_unix(path)?)
     }
 
-    /// Let an open connection carry an exchange, and send at once what the socket takes.
+    /// Let an open connection carry an exchange, and send at once what the socket takes. Over TLS nothing is sent: next
+    /// come [`Reactor::send_tls`] and [`Reactor::settle_tls_later`].
     ///
     /// Returns false if there is no such connection, or if it was kept and shows a byte or its end: then it is closed.
     pub fn start(&mut self, id: ConnectionId, exchange: Arc<Shared>, now: f64) -> bool {
@@ -133,6 +134,11 @@ impl Reactor {
             return false;
         }
         exchange.start(now, &mut self.events);
+        if connection.tls.is_some() {
+            self.events.clear();
+            connection.phase = Phase::Busy { exchange, is_aborted: false };
+            return true;
+        }
         exchange.send(now, &mut self.events, |parts| connection.socket.send(parts));
         connection.phase = Phase::Busy { exchange, is_aborted: false };
         self.events.retain(|event| !matches!(event, Event::Connected | Event::Sent));
@@ -168,7 +174,7 @@ impl Reactor {
         }
         match connection.phase {
             Phase::Busy { exchange, .. } => Some(exchange),
-            Phase::Connecting | Phase::Idle { .. } | Phase::Over => None,
+            Phase::Connecting | Phase::Handshake | Phase::Idle { .. } | Phase::Over => None,
         }
     }
 

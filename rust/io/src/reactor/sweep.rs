@@ -14,14 +14,22 @@ use crate::reactor::swept::{Limits, Swept};
 use crate::shared::Shared;
 
 /// What a turn did.
-struct Turn {
-    bytes: usize,
+pub(crate) struct Turn {
+    pub bytes: usize,
+    /// Those of ciphertext.
+    pub ciphertext: usize,
     /// Whether the socket may have more.
-    again: bool,
+    pub again: bool,
     /// Whether the end of the connection was read.
-    is_end: bool,
+    pub is_end: bool,
     /// When it was over.
-    at: f64,
+    pub at: f64,
+}
+
+impl Turn {
+    pub(crate) fn nothing(at: f64) -> Self {
+        Self { bytes: 0, ciphertext: 0, again: false, is_end: false, at }
+    }
 }
 
 impl Reactor {
@@ -65,11 +73,13 @@ impl Reactor {
             let turn = self.turn(id, &mut clock, reports);
             swept.turns += 1;
             swept.bytes += turn.bytes;
+            swept.ciphertext += turn.ciphertext;
             swept.seconds = turn.at - begin;
             if turn.again {
                 self.queues[place].push(&mut self.connections, id, Readiness::default());
             }
-            if swept.bytes >= limits.bytes || swept.seconds >= limits.seconds {
+            let is_full = swept.bytes >= limits.bytes || swept.ciphertext >= limits.ciphertext;
+            if is_full || swept.seconds >= limits.seconds {
                 break;
             }
         }
@@ -84,9 +94,14 @@ impl Reactor {
         while bytes < limit {
             let Some(connection) = self.connections.get_mut(id) else { return };
             let Phase::Busy { exchange, .. } = &connection.phase else { return };
-            let exchange = exchange.clone();
-            let turn = self.receive(id, &exchange, true, &mut clock);
-            self.settle(id, reports);
+            let turn = if connection.tls.is_some() {
+                self.receive_tls(id, true, &mut clock, reports)
+            } else {
+                let exchange = exchange.clone();
+                let turn = self.receive(id, &exchange, true, &mut clock);
+                self.settle(id, reports);
+                turn
+            };
             bytes += turn.bytes;
             if !turn.again {
                 return;
@@ -96,28 +111,29 @@ impl Reactor {
 
     /// The turn of one connection.
     fn turn(&mut self, id: ConnectionId, clock: &mut impl FnMut() -> f64, reports: &mut Vec<Report>) -> Turn {
-        let nothing = |at| Turn { bytes: 0, again: false, is_end: false, at };
-        let Some(connection) = self.connections.get_mut(id) else { return nothing(clock()) };
+        let Some(connection) = self.connections.get_mut(id) else { return Turn::nothing(clock()) };
         let ready = std::mem::take(&mut connection.readiness);
         connection.is_queued = false;
         match &connection.phase {
+            Phase::Handshake => self.turn_tls(id, ready, clock, reports),
+            Phase::Busy { .. } if connection.tls.is_some() => self.turn_tls(id, ready, clock, reports),
             Phase::Connecting => {
                 let errno = connection.socket.connected();
                 self.opened(id, errno, reports);
-                nothing(clock())
+                Turn::nothing(clock())
             }
             Phase::Idle { is_kept } => {
                 if *is_kept && !connection.socket.is_silent() {
                     self.end(id);
                 }
-                nothing(clock())
+                Turn::nothing(clock())
             }
             Phase::Busy { exchange, .. } => {
                 let exchange = exchange.clone();
                 let mut turn = if ready.read || ready.end {
                     self.receive(id, &exchange, ready.end, clock)
                 } else {
-                    nothing(clock())
+                    Turn::nothing(clock())
                 };
                 let mut is_changed = turn.is_end || !self.events.is_empty();
                 if ready.write {
@@ -136,8 +152,11 @@ impl Reactor {
                 turn
             }
             Phase::Over => {
+                if let Some(tls) = &mut connection.tls {
+                    tls.is_woken = false;
+                }
                 self.unwatch(id);
-                nothing(clock())
+                Turn::nothing(clock())
             }
         }
     }
@@ -166,7 +185,7 @@ impl Reactor {
         clock: &mut impl FnMut() -> f64,
     ) -> Turn {
         let Some(connection) = self.connections.get_mut(id) else {
-            return Turn { bytes: 0, again: false, is_end: true, at: clock() };
+            return Turn { is_end: true, ..Turn::nothing(clock()) };
         };
         let result = connection.socket.receive(&mut self.buffer);
         let at = clock();
@@ -174,16 +193,17 @@ impl Reactor {
             Ok(0) => exchange.handle(Input::Eof, at, &mut self.events),
             Ok(count) => {
                 exchange.receive(&self.buffer[..count], at, &mut self.events);
-                return Turn { bytes: count, again: is_behind || count == self.buffer.len(), is_end: false, at };
+                let again = is_behind || count == self.buffer.len();
+                return Turn { bytes: count, again, ..Turn::nothing(at) };
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Turn { bytes: 0, again: false, is_end: false, at };
+                return Turn::nothing(at);
             }
             Err(error) => {
                 exchange.handle(Input::Reset(error.raw_os_error().unwrap_or_default()), at, &mut self.events);
             }
         }
-        Turn { bytes: 0, again: false, is_end: true, at }
+        Turn { is_end: true, ..Turn::nothing(at) }
     }
 
     /// Send what the socket takes. Returns how many bytes that was.

@@ -7,11 +7,13 @@ pub struct Limits {
     pub seconds: f64,
     /// Bytes sent and received.
     pub bytes: usize,
+    /// Bytes of ciphertext received: to decrypt them takes longer than the sweep.
+    pub ciphertext: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { seconds: 0.005, bytes: 4 << 20 }
+        Self { seconds: 0.005, bytes: 4 << 20, ciphertext: 256 << 10 }
     }
 }
 
@@ -22,6 +24,8 @@ pub struct Swept {
     pub turns: usize,
     /// Bytes sent and received.
     pub bytes: usize,
+    /// Bytes of ciphertext received.
+    pub ciphertext: usize,
     /// How long it took.
     pub seconds: f64,
     /// Whether sockets are left that have not had their turn.
@@ -35,6 +39,7 @@ impl Swept {
         Self {
             turns: self.turns + later.turns,
             bytes: self.bytes + later.bytes,
+            ciphertext: self.ciphertext + later.ciphertext,
             seconds: self.seconds + later.seconds,
             is_bounded: later.is_bounded,
         }

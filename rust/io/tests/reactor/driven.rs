@@ -153,6 +153,7 @@ impl Driven {
         let text = |news: &News| match news {
             News::Opened(errno) => format!("opened {errno}"),
             News::Events(_, events) => format!("{events:?}"),
+            News::Ciphertext(ciphertext) => format!("{ciphertext:?}"),
         };
         self.reports.iter().map(|report| (report.connection, text(&report.news))).collect()
     }

@@ -40,7 +40,7 @@ fn a_bounded_sweep_leaves_some_sockets_and_the_next_one_begins_with_them() {
     let mut driven = Driven::new();
     let exchanges: Vec<_> = (0..5).map(|_| stream()).collect();
     let mut servers: Vec<_> = exchanges.iter().map(|exchange| driven.begin(exchange).1).collect();
-    let limits = Limits { seconds: f64::INFINITY, bytes: 1 };
+    let limits = Limits { seconds: f64::INFINITY, bytes: 1, ..Limits::default() };
     for round in 1..=3 {
         for server in &mut servers {
             let head = if round == 1 { UNTIL_CLOSE } else { "" };
@@ -67,7 +67,7 @@ fn sockets_that_are_ready_again_wait_for_the_next_round() {
         write(server, &format!("{UNTIL_CLOSE}{}", event(1, false)));
     }
     driven.until_ready(Lane::Ordinary, 3);
-    let limits = Limits { seconds: f64::INFINITY, bytes: 1 };
+    let limits = Limits { seconds: f64::INFINITY, bytes: 1, ..Limits::default() };
     for turn in 1..=3 {
         let swept = driven.sweep(Lane::Ordinary, limits);
         assert_eq!((swept.turns, swept.is_bounded), (1, turn < 3));

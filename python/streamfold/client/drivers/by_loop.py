@@ -1,4 +1,4 @@
-"""SocketsByScheme: TLS over transports of the event loop, everything else in the reactor where there is one."""
+"""SocketsByLoop: the reactor where there is one, elsewhere transports of the event loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from streamfold.client.drivers.sockets import Address, Opened, Sockets
     from streamfold.client.urls import Origin
 
-__all__ = ["SocketsByScheme"]
+__all__ = ["SocketsByLoop"]
 
 _logger = logging.getLogger("streamfold")
 
 _without_reactor: set[str] = set()  # kinds of event loops that were logged
 
 
-class SocketsByScheme:
-    """Opens connections in the way that suits their scheme. Bound to the running event loop.
+class SocketsByLoop:
+    """Opens connections in the way that suits the event loop. Bound to the running event loop.
 
     Args:
         ssl_context: for ``https``; None: the usual authorities.
@@ -40,7 +40,7 @@ class SocketsByScheme:
     def open(self, address: Address, origin: Origin, done: Opened) -> Callable[[], None]:
         """Open a connection. ``done`` is not called before this returns. Returns what cancels."""
         try:
-            sockets = self._sockets_for(origin)
+            sockets = self._sockets()
         except OSError as error:  # no descriptor is left for the reactor itself
             return self._loop.call_soon(done, error).cancel
         return sockets.open(address, origin, done)
@@ -57,12 +57,12 @@ class SocketsByScheme:
             if sockets is not None:
                 await sockets.wait_closed()
 
-    def _sockets_for(self, origin: Origin) -> Sockets:
-        if origin.scheme != "https" and self._has_reactor:
+    def _sockets(self) -> Sockets:
+        if self._has_reactor:
             if self._reactor is not None:
                 return self._reactor
             try:
-                self._reactor = ReactorSockets()
+                self._reactor = ReactorSockets(self._ssl_context)
             except NotImplementedError as error:
                 self._has_reactor = False
                 _log_once(self._loop, error)
