@@ -86,7 +86,7 @@ class ConnectionProtocol:
 class Exchange:
     """One request and its reply, on one connection: a socket layer drives it, and its caller takes the result.
 
-    Made by :meth:`stream` or :meth:`reply`. Can be used from any thread.
+    Made by :meth:`stream`, :meth:`reply` or :meth:`replies`. Can be used from any thread.
     """
 
     @staticmethod
@@ -117,6 +117,18 @@ class Exchange:
 
         Raises ``ValueError`` if ``max_bytes`` is negative.
         """
+    @staticmethod
+    def replies(head: RequestHead, bodies: Sequence[bytes], *, max_bytes: int) -> Exchange:
+        """As many requests as there are bodies, sent in one go (HTTP/1.1 pipelining), and their replies.
+
+        Replies with a status below 300 are passed over and counted in :attr:`passed`, up to the one that is reported as
+        with :meth:`reply`: the last, or the first other one, or one after which the connection ends.
+
+        Raises ``ValueError`` if ``bodies`` is empty or ``max_bytes`` is negative.
+        """
+    @property
+    def passed(self) -> int:
+        """The number of good replies before the one that is reported; see :meth:`replies`."""
     @property
     def token_count(self) -> int:
         """The number of tokens received so far."""

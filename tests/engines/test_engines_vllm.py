@@ -134,11 +134,12 @@ def test_a_prompt_without_ids_is_refused_but_one_that_was_rendered_is_not() -> N
 
 
 def test_a_request_is_ended_under_the_ids_that_the_server_made_of_its_own() -> None:
-    assert ENGINE.aborts("r") == [
-        ("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-r", "r"]}),
-        ("/abort_requests", {"request_ids": ["generate-tokens-r", "r"]}),
+    ids = ["generate-tokens-r", "r", "generate-tokens-s", "s"]
+    assert ENGINE.aborts(["r", "s"]) == [
+        ("/inference/v1/abort_requests", [{"request_ids": ids}]),
+        ("/abort_requests", [{"request_ids": ids}]),
     ]
-    assert COMPLETIONS.aborts("r")[0][1] == {"request_ids": ["cmpl-r-0", "cmpl-r"]}
+    assert COMPLETIONS.aborts(["r"])[0][1] == [{"request_ids": ["cmpl-r-0", "cmpl-r"]}]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import json
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -63,17 +63,22 @@ class Request:
 
     @property
     def rid(self) -> str:
-        """The id that it is known by, or of the request that it is to end; empty if there is none."""
+        """The id that it is known by, or of the one request that it is to end; empty if there is none."""
+        [rid] = self.rids
+        return rid
+
+    @property
+    def rids(self) -> list[str]:
+        """The id that it is known by, or those of the requests that it is to end."""
         told = self.json
         if "request_ids" in told:  # vLLM's Python frontend puts a prefix before ids, the Rust one does not
-            prefixed, rid = told["request_ids"]
-            assert prefixed == f"generate-tokens-{rid}"
-        elif "request_id" in told:
-            rid = told["request_id"]
-            assert self.headers["x-request-id"] == rid, "the header would win"
-        else:
-            rid = told.get("rid", "")
-        return str(rid)
+            prefixed, rids = told["request_ids"][::2], told["request_ids"][1::2]
+            assert prefixed == [f"generate-tokens-{rid}" for rid in rids]
+            return list(rids)
+        if "request_id" in told:
+            assert self.headers["x-request-id"] == told["request_id"], "the header would win"
+            return [str(told["request_id"])]
+        return [str(told.get("rid", ""))]
 
 
 Route = Steps | Callable[[Request], Steps]
@@ -146,7 +151,7 @@ class Replay:
 
     @property
     def aborts(self) -> list[str]:
-        return [request.rid for request in self.at(self.abort_path)]
+        return [rid for request in self.at(self.abort_path) for rid in request.rids]
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Called at once: a task that is cancelled before its first step would leave the connection open."""
@@ -179,13 +184,14 @@ class Replay:
         while request := await read_request(reader, ahead):
             self.requests.append(request)
             if request.target.endswith(self.abort_path):
-                self.aborted[request.rid].set()
+                for rid in request.rids:
+                    self.aborted[rid].set()
             route = self.routes.get(request.target.partition("?")[0], answer_json({"detail": "Not Found"}, status=404))
             steps = route(request) if callable(route) else route
             watch = asyncio.ensure_future(reader.read(1))
             watch.add_done_callback(functools.partial(_note_close, request))
             try:
-                if not await self._play(steps, writer, request):
+                if not await self._play(steps, writer, functools.partial(_closed, watch, reader, request)):
                     return
                 ahead = await watch
             finally:
@@ -195,7 +201,7 @@ class Replay:
             if not ahead:
                 return
 
-    async def _play(self, steps: Steps, writer: asyncio.StreamWriter, request: Request) -> bool:
+    async def _play(self, steps: Steps, writer: asyncio.StreamWriter, closed: Callable[[], Awaitable[None]]) -> bool:
         """Whether the connection stays."""
         for step in steps:
             if isinstance(step, bytes):
@@ -206,7 +212,7 @@ class Replay:
             elif isinstance(step, (int, float)):
                 await asyncio.sleep(step)
             elif step == HANG:
-                await request.peer_closed.wait()
+                await closed()
                 return False
             elif step == RST:
                 _reset(writer)
@@ -235,6 +241,14 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     linger = struct.pack("ii", 1, 0)
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.transport.abort()
+
+
+async def _closed(watch: asyncio.Future[bytes], reader: asyncio.StreamReader, request: Request) -> None:
+    """Wait until the peer closes; what it sends before, as further requests, is not answered."""
+    if await watch:
+        while await reader.read(1 << 16):
+            pass
+        request.peer_closed.set()
 
 
 def _note_close(request: Request, watch: asyncio.Future[bytes]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from streamfold._core import Generation
+    from streamfold.client.abort_batches import PendingAbort
     from streamfold.client.control import EngineControl
     from streamfold.client.deadlines import Deadlines
     from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, Kind
@@ -38,8 +39,9 @@ _logger = logging.getLogger("streamfold")
 
 # After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
 _REST_SECONDS = 1.0
-_ABORT_REPLY_SECONDS = 1.0  # how long an abort waits for the engine's reply before it closes the socket ...
-_HURRIED_REPLY_SECONDS = 0.1  # ... and without a drain: engines that see the socket close first may not abort
+# Engines that see the socket close first may not abort: so long their answers are waited for without a drain.
+_HURRIED_REPLY_SECONDS = 0.1
+_DRAIN_SECONDS_EACH = 0.001  # that one of many terminal events takes
 
 _Phase = Literal["first_token", "next_token", "rest"]
 
@@ -112,14 +114,14 @@ class Attempt:
         self._told_over = False
         self._is_finished = False  # the terminal event was received
         self._lacks_abort = False  # an abort ended the stream in another way than by a terminal event
-        # For the abort request, which may have to be repeated: made when it is sent.
-        self._when_finished: asyncio.Future[None] | None = None  # resolved by the terminal event
-        self._when_responded: asyncio.Future[None] | None = None  # ... once headers were received, or never will be
+        self._pending: PendingAbort | None = None  # the abort request, once it was asked for
 
         self._phase: _Phase | None = None
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
         self._is_extended = False  # the time to the first token
-        self._drain = 0.0
+        self._drain = self._longest_drain = 0.0
+        self._is_draining = False
+        self._drain_until = 0.0  # by the clock of the event loop, at most
         self._abort_timer: asyncio.Handle | None = None  # of the reply to the abort request, then of the drain
         self._abort_timer_at = math.inf
 
@@ -192,13 +194,17 @@ class Attempt:
 
     # Ending early.
 
-    def abort(self, drain: float) -> None:
+    def abort(self, drain: float | None = None) -> None:
         """Abort the request at the engine, read on for ``drain`` seconds, close. Idempotent.
 
-        The abort request is sent first. The socket is closed when the engine has answered, or after 1 s.
+        Without ``drain``, for as long as the request has it; as part of a storm, which keeps engines and router busy,
+        for as long as other aborts get their terminal events, up to ``Timeouts.drain``.
+
+        The abort request is sent first. The socket is closed when the engine has answered, or is silent for 1 s.
         """
         if self._state not in ABORTING:
-            self._drain = drain
+            self._drain = self._request.drain if drain is None else drain
+            self._longest_drain = self._timeouts.drain if drain is None else drain
         self._on(Event.ABORT)
 
     def end_drain(self) -> None:
@@ -244,30 +250,31 @@ class Attempt:
             self._owner.check_abort()
 
     def _send_abort(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._when_finished, self._when_responded = finished, responded = loop.create_future(), loop.create_future()
-        if self._is_finished:
-            finished.set_result(None)
-        if self._head is not None or self._is_over:
-            responded.set_result(None)
-        sending = self._control.send_abort(
-            self.rid,
-            done=finished,
-            responded=responded,
-            has_tokens=self.token_count > 0,
+        self._pending = self._control.send_abort(
+            self.rid, has_tokens=self.token_count > 0, answered=self._on_abort_answered
         )
-        sending.add_done_callback(self._on_abort_answered)
+        self._pending.is_finished = self._is_finished
+        if self._head is not None or self._is_over:
+            self._note_responded()
         if self._exchange is not None:
             self._exchange.abort()
 
-    def _on_abort_answered(self, _sending: asyncio.Task[None]) -> None:
+    def _on_abort_answered(self) -> None:
         self._on(Event.ABORT_ANSWERED)
+
+    def _note_responded(self) -> None:
+        """The headers were received, or never will be."""
+        if self._pending is not None:
+            self._pending.has_responded = True
 
     def _close(self) -> None:
         if self._exchange is not None:
             self._exchange.end()
 
     def _settle(self) -> None:
+        if self._is_draining:
+            self._is_draining = False
+            self._control.draining -= 1
         self._phase = None
         self._deadline.close()
         self._stop_abort_timer()
@@ -303,7 +310,7 @@ class Attempt:
         self.error = StreamfoldError(f"the call was interrupted: {error!r}")
         self.error.__cause__ = error
         self._is_over = True
-        _resolve(self._when_responded)
+        self._note_responded()
         self._settle()
 
     def _on_connected(self, _: None) -> None:
@@ -315,7 +322,7 @@ class Attempt:
     def _on_head(self, head: Head) -> None:
         self._look_for_abort()
         self._head = head
-        _resolve(self._when_responded)
+        self._note_responded()
         self._on(head_event(head.status, is_stream=head.is_stream))
 
     def _on_token(self, _: None) -> None:
@@ -328,7 +335,9 @@ class Attempt:
 
     def _on_finished(self, _: None) -> None:
         self._is_finished = True
-        _resolve(self._when_finished)
+        if self._pending is not None:
+            self._pending.finish()
+            self._control.abort_event_at = asyncio.get_running_loop().time()
         self._on(Event.FINISHED)
 
     def _on_overrun(self, _: None) -> None:
@@ -377,7 +386,7 @@ class Attempt:
 
     def _end(self, error: BaseException | None = None) -> None:
         """Nothing more is read."""
-        _resolve(self._when_responded)
+        self._note_responded()
         self._phase = None  # the deadline of the last one may pass: it means nothing any more
         self._is_over = True
         if error is None:
@@ -444,11 +453,11 @@ class Attempt:
         else:
             self._time_out("first_token")
 
-    def _set_abort_timer(self, event: Event, seconds: float) -> None:
+    def _set_abort_timer(self, due: Callable[[], None], seconds: float) -> None:
         self._stop_abort_timer()
         loop = asyncio.get_running_loop()
         self._abort_timer_at = loop.time() + seconds
-        self._abort_timer = loop.call_later(seconds, self._on, event)
+        self._abort_timer = loop.call_later(seconds, due)
 
     def _stop_abort_timer(self) -> None:
         if self._abort_timer is not None:
@@ -457,13 +466,26 @@ class Attempt:
 
     def _hurry_reply(self) -> None:
         if asyncio.get_running_loop().time() + _HURRIED_REPLY_SECONDS < self._abort_timer_at:
-            self._set_abort_timer(Event.REPLY_EXPIRED, _HURRIED_REPLY_SECONDS)
+            self._set_abort_timer(lambda: self._on(Event.REPLY_EXPIRED), _HURRIED_REPLY_SECONDS)
 
     def _arm_drain(self) -> None:
         if self._drain > 0:
-            self._set_abort_timer(Event.DRAIN_EXPIRED, self._drain)
+            self._control.draining += 1
+            self._is_draining = True
+            self._drain_until = asyncio.get_running_loop().time() + self._longest_drain
+            self._set_abort_timer(self._on_drained, self._drain)
         else:
             self._stop_abort_timer()
+            self._on(Event.DRAIN_EXPIRED)
+
+    def _on_drained(self) -> None:
+        control, begun_at = self._control, self._drain_until - self._longest_drain
+        quiet = self._drain + _DRAIN_SECONDS_EACH * control.draining
+        until = min(self._drain_until, max(begun_at, control.abort_event_at) + quiet)
+        left = until - asyncio.get_running_loop().time()
+        if left > 0:
+            self._set_abort_timer(self._on_drained, left)
+        else:
             self._on(Event.DRAIN_EXPIRED)
 
     _actions: ClassVar[dict[Action, Callable[[Attempt], None]]] = {
@@ -476,7 +498,6 @@ class Attempt:
         Action.ARM_NEXT_TOKEN: lambda self: self._set_phase("next_token", self._timeouts.next_token),
         Action.ARM_REST: lambda self: self._set_phase("rest", _REST_SECONDS),
         Action.DISARM: lambda self: self._set_phase(None, None),
-        Action.ARM_REPLY: lambda self: self._set_abort_timer(Event.REPLY_EXPIRED, _ABORT_REPLY_SECONDS),
         Action.HURRY_REPLY: _hurry_reply,
         Action.ARM_DRAIN: _arm_drain,
     }
@@ -491,8 +512,3 @@ class Attempt:
         "failed": _on_failed,
         "ended": _on_ended,
     }
-
-
-def _resolve(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)

@@ -22,9 +22,10 @@ Failing
 
 Aborting
     The abort request is sent first: some engines that see the connection closed before do not abort. The body is read
-    meanwhile. When the abort request was answered, or after 1 s, the drain starts, and the connection is closed after
-    it. ``HASTEN`` ends the drain, and shortens the wait for the answer to 0.1 s. What is read cannot fail an abort:
-    an error ends it early and leaves what was received before.
+    meanwhile. When the abort request was answered, the drain starts, and the connection is closed after it. Who sends
+    the request limits the wait: an engine that is silent counts as one that has answered. ``HASTEN`` ends the drain,
+    and shortens the wait for the answer to 0.1 s. What is read cannot fail an abort: an error ends it early and leaves
+    what was received before.
 
 Settling
     A try settles once, when nothing reads and no answer is awaited. Before that an aborted try closes its connection
@@ -99,11 +100,11 @@ class Event(_Key):
     FAILED = auto()  # the exchange is over in any other way, or the task of the call was interrupted
     TOKEN_EXPIRED = auto()  # no first or next token in time
     REST_EXPIRED = auto()  # the rest of the body takes too long, or is too long
-    REPLY_EXPIRED = auto()  # the abort request was not answered in time
+    REPLY_EXPIRED = auto()  # after HASTEN, the abort request was not answered in time
     DRAIN_EXPIRED = auto()
     ABORT = auto()
     HASTEN = auto()  # end the drain
-    ABORT_ANSWERED = auto()  # by the engine, or it failed
+    ABORT_ANSWERED = auto()  # by the engine, or it failed, or the engine is silent
 
 
 class Action(_Key):
@@ -120,8 +121,7 @@ class Action(_Key):
     ARM_REST = auto()
     DISARM = auto()
     # Of the second timer, which limits an abort. Each replaces the last.
-    ARM_REPLY = auto()
-    HURRY_REPLY = auto()  # never later than it was armed for
+    HURRY_REPLY = auto()  # never later than it is armed for
     ARM_DRAIN = auto()
 
 
@@ -157,10 +157,10 @@ _ANSWERED = (Event.ABORT_ANSWERED, Event.REPLY_EXPIRED)
 _OVER = (Event.ENDED, Event.FAILED)
 
 _SETTLED: Transition = (State.DONE, (Action.SETTLE,))
-_ABORT: Transition = (State.ABORT_DRAIN, (Action.SEND_ABORT, Action.ARM_REPLY))
-_FAIL: Transition = (State.ABORT_CLOSE, (Action.SEND_ABORT, Action.ARM_REPLY))
-_FAIL_UNREAD: Transition = (State.ABORT_UNREAD, (Action.SEND_ABORT, Action.ARM_REPLY))
-_ABORT_CLOSED: Transition = (State.ABORT_CLOSED, (Action.SEND_ABORT, Action.ARM_REPLY))
+_ABORT: Transition = (State.ABORT_DRAIN, (Action.SEND_ABORT,))
+_FAIL: Transition = (State.ABORT_CLOSE, (Action.SEND_ABORT,))
+_FAIL_UNREAD: Transition = (State.ABORT_UNREAD, (Action.SEND_ABORT,))
+_ABORT_CLOSED: Transition = (State.ABORT_CLOSED, (Action.SEND_ABORT,))
 _CLOSE: Transition = (State.CLOSING, (Action.CLOSE,))
 _CLOSE_EARLY: Transition = (State.ABORT_CLOSED, (Action.CLOSE,))
 
@@ -233,7 +233,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         Event.REST_EXPIRED: _FAIL,
         Event.ENDED: _SETTLED,
         Event.FAILED: _FAIL_UNREAD,
-        Event.ABORT: (State.ABORT_DRAIN, (Action.SEND_ABORT, Action.ARM_REPLY, Action.DISARM)),
+        Event.ABORT: (State.ABORT_DRAIN, (Action.SEND_ABORT, Action.DISARM)),
         Event.HASTEN: None,
     },
     State.REFUSED: {
@@ -256,7 +256,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
     },
     State.CLOSING_UNREADABLE: {
         Event.REST_EXPIRED: None,
-        Event.FAILED: (State.ABORT_ENDED, (Action.SEND_ABORT, Action.ARM_REPLY)),
+        Event.FAILED: (State.ABORT_ENDED, (Action.SEND_ABORT,)),
         Event.ABORT: _ABORT_CLOSED,
         Event.HASTEN: None,
     },
@@ -268,7 +268,7 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         **_each((*_BROKEN, Event.REST_EXPIRED), _CLOSE_EARLY),
         Event.TOKEN_EXPIRED: None,
         **_each(_OVER, (State.ABORT_UNREAD, ())),
-        **_each(_ANSWERED, (State.DRAINING, (Action.ARM_DRAIN,))),
+        Event.ABORT_ANSWERED: (State.DRAINING, (Action.ARM_DRAIN,)),
         Event.ABORT: None,
         Event.HASTEN: (State.ABORT_CLOSE, (Action.HURRY_REPLY,)),
     },
@@ -307,7 +307,6 @@ _ROWS: dict[State, dict[Event, Transition | None]] = {
         **_each((*_BROKEN, Event.REST_EXPIRED, Event.DRAIN_EXPIRED), _CLOSE),
         Event.TOKEN_EXPIRED: None,
         **_each(_OVER, (State.ABORTED, (Action.CLOSE, Action.SETTLE))),
-        Event.ABORT_ANSWERED: None,  # after REPLY_EXPIRED
         Event.ABORT: None,
         Event.HASTEN: _CLOSE,
     },

@@ -38,9 +38,10 @@ class Call:
     async def abort(self, drain: float | None = None) -> Generation:
         """Abort the call and return what was received. Safe to call at any time, from any task.
 
-        The abort request goes to the engine first. The socket is closed when the engine has answered, at the latest
-        after 1 s. No request leaves afterwards; a retry pause ends at once. Aborting again ends the drain. After the
-        call's end this returns what was received, also if the call failed; only awaiting the call raises the error.
+        The abort request goes to the engine first. The drain starts, and the socket is closed after it, when the engine
+        has answered, or has answered nobody for 1 s. No request leaves afterwards; a retry pause ends at once. Aborting
+        again ends the drain. After the call's end this returns what was received, also if the call failed; only
+        awaiting the call raises the error.
 
         Args:
             drain: seconds to read on for the terminal event, which alone carries side data (routed experts, top-p; of

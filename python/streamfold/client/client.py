@@ -385,8 +385,9 @@ class Client:
     async def aclose(self) -> None:
         """Abort all calls without draining and close every connection. The client may be used again afterwards.
 
-        No task and no socket is left. This takes at most the connect timeout while a connection is being opened, and
-        about 10 s if an engine accepts connections and answers nothing.
+        No task and no socket is left, and every abort was posted to each engine that answers. This takes at most the
+        connect timeout while a connection is being opened, about 10 s if an engine accepts connections and answers
+        nothing, and 30 s for the posts of aborts; the log names an engine that did not get them.
         """
         self._internals.signal_abort()
         session = self._session

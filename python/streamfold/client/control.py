@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
-from streamfold.client.control_requests import EndpointMissing
+from streamfold.client.abort_batches import AbortBatches, PendingAbort
 from streamfold.client.engine_loads import EngineLoads
-from streamfold.client.sweep import REPEAT_SECONDS, Sweep
+from streamfold.client.sweep import Sweep
 from streamfold.client.urls import normalize_base_url
 from streamfold.errors import EngineError
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from streamfold.client.control_requests import ControlRequests
-    from streamfold.engines.base import EngineSpec, Post
+    from streamfold.client.deadlines import Deadlines
+    from streamfold.engines.base import EngineSpec
 
 __all__ = ["EngineControl"]
 
@@ -31,10 +32,10 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("streamfold")
 
-_TRANSIT_SECONDS = 0.5  # that a request may take to its engine through a busy router
 _WORKERS_TTL = 10.0  # seconds; routers gain and lose workers
 _FAILED_WORKERS_TTL = 1.0
 _FIND_SECONDS = 0.25  # between two questions to a router that does not list its workers
+_CLOSING_SECONDS = 30.0  # for the aborts that were asked for; a worker that is silent does not take so long
 _NO_ROUTER = (404, 405)
 _LATE_SECONDS = 1.0  # after an abort of all, in which the end of a stream may still be on its way
 
@@ -46,12 +47,20 @@ class EngineControl:
         base_url: the normalized base URL of the engine or router.
         engine: engine-specific paths and payloads. May be replaced.
         requests: sends them.
+        deadlines: of the client.
+
+    Attributes:
+        abort_event_at: when a call that is being aborted last got its terminal event, by the clock of the event loop.
+        draining: calls whose terminal event is drained for.
     """
 
-    def __init__(self, base_url: str, engine: EngineSpec, requests: ControlRequests) -> None:
+    def __init__(self, base_url: str, engine: EngineSpec, requests: ControlRequests, deadlines: Deadlines) -> None:
         self._base_url = base_url
         self.engine = engine
+        self.abort_event_at: float = -math.inf
+        self.draining: int = 0
         self._requests = requests
+        self._deadlines = deadlines
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._workers_task: asyncio.Task[list[str]] | None = None
@@ -60,24 +69,27 @@ class EngineControl:
         self._are_workers_known = False
         self._workers_error: EngineError | None = None  # of the last question for them
         self._loads = EngineLoads(requests)
-        self._warned_abort: set[str] = set()  # workers whose failed aborts were logged
+        self._batches: dict[str, AbortBatches] = {}  # by worker
+        self._unassigned: list[PendingAbort] = []  # aborts that wait until it is known which workers there are
+        self._assigning: asyncio.Task[list[str]] | None = None
         self._warned_sweep: dict[str, str] = {}  # workers that were not seen idle, and the reason that was logged
-        self._missing: set[tuple[str, str]] = set()  # workers, and paths that they do not have
         self._closed = False
         self._queue_task: asyncio.Task[bool] | None = None
         self._sweeping = 0  # aborts of all that are under way
         self._swept_at = -math.inf  # by time.monotonic()
 
-    def send_abort(
-        self, rid: str, *, done: asyncio.Future[None], responded: asyncio.Future[None], has_tokens: bool
-    ) -> asyncio.Task[None]:
-        """Abort request ``rid`` at every worker. The task ends when all have answered; failures are logged.
+    def send_abort(self, rid: str, *, has_tokens: bool, answered: Callable[[], object]) -> PendingAbort:
+        """Abort request ``rid`` at every worker. ``answered`` is called when all have answered; failures are logged.
 
         Without tokens so far the generation request may not have reached the engine's queue. Then the abort is
-        repeated once, unless the request is ``done`` by then: after ``responded`` (its headers were received), or
-        after 0.5 s.
+        repeated once, unless the request is finished by then: after its headers were received, or after 0.5 s.
         """
-        return self._spawn(self._abort(rid, done, responded, has_tokens=has_tokens))
+        abort = PendingAbort(rid, has_tokens=has_tokens, answered=answered)
+        self._unassigned.append(abort)
+        if self._assigning is None:
+            self._assigning = self._spawn(self.workers())
+            self._assigning.add_done_callback(self._assign)  # also if it is cancelled before it begins
+        return abort
 
     async def load(self) -> int:
         """Requests that run or wait, over all workers that can be reached; the others are logged.
@@ -159,50 +171,42 @@ class EngineControl:
         return await asyncio.shield(task)
 
     async def aclose(self) -> None:
-        """Wait for the requests that have been sent; drop those that queue for a worker that hangs."""
+        """Post the aborts that were asked for; drop those for a worker that is silent, or cannot be reached."""
         self._closed = True
+        while self._assigning is not None:
+            await asyncio.wait({self._assigning})
+        busy = [self._spawn(batches.wait_idle()) for batches in self._batches.values() if not batches.is_idle]
+        if busy:
+            await asyncio.wait(busy, timeout=_CLOSING_SECONDS)
+        for batches in self._batches.values():
+            batches.drop(f"they took longer than {_CLOSING_SECONDS:g} s")
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._requests.timeout)
         while self._tasks:
             self._requests.dismiss()
             await asyncio.wait(self._tasks, timeout=0.1)
 
-    # Aborting one request.
+    # Aborting single requests.
 
-    async def _abort(
-        self, rid: str, done: asyncio.Future[None], responded: asyncio.Future[None], *, has_tokens: bool
-    ) -> None:
-        workers = await self.workers()
-        await asyncio.gather(
-            *[self._abort_at(worker, rid, done, responded, has_tokens=has_tokens) for worker in workers]
-        )
+    def _assign(self, finding: asyncio.Task[list[str]]) -> None:
+        """Post the aborts that were asked for to each worker."""
+        self._assigning = None
+        aborts, self._unassigned = self._unassigned, []
+        is_known = not (finding.cancelled() or finding.exception())  # otherwise the event loop is torn down
+        batches = [self._batches_of(worker) for worker in finding.result()] if is_known else []
+        for abort in aborts:
+            abort.post_to(batches)
 
-    async def _abort_at(
-        self, worker: str, rid: str, done: asyncio.Future[None], responded: asyncio.Future[None], *, has_tokens: bool
-    ) -> None:
-        await self._post_abort(worker, rid)
-        if not has_tokens:
-            await asyncio.wait({done}, timeout=REPEAT_SECONDS)
-            await asyncio.wait({done, responded}, timeout=_TRANSIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                await self._post_abort(worker, rid)
-
-    async def _post_abort(self, worker: str, rid: str) -> None:
-        posts = [post for post in self.engine.aborts(rid) if (worker, post[0]) not in self._missing]
-        if not posts:
-            return
-        try:
-            await self._post_first(worker, posts)
-        except EndpointMissing as error:
-            last = (worker, posts[-1][0])
-            if last not in self._missing:  # concurrent aborts may find the same
-                self._missing.add(last)
-                level = logging.INFO if self.engine.abort_by_disconnect else logging.WARNING
-                _logger.log(level, "%s can abort a request only by closing its stream: %s", worker, error)
-        except EngineError as error:
-            if worker not in self._warned_abort:  # one warning for a dead worker, not one for each of 1,000 aborts
-                self._warned_abort.add(worker)
-                _logger.warning("could not abort at %s, requests may keep running there: %s", worker, error)
+    def _batches_of(self, worker: str) -> AbortBatches:
+        if worker not in self._batches:
+            self._batches[worker] = AbortBatches(
+                worker,
+                engine=lambda: self.engine,
+                requests=self._requests,
+                deadlines=self._deadlines,
+                spawn=self._spawn,
+            )
+        return self._batches[worker]
 
     # Aborting all requests.
 
@@ -260,9 +264,8 @@ class EngineControl:
     # Workers.
 
     async def _find_workers(self) -> list[str]:
-        self._warned_abort.clear()
-        if not self.engine.abort_by_disconnect:
-            self._missing.clear()  # a proxy may have answered for a worker that was restarting
+        for batches in self._batches.values():
+            batches.forget()
         ttl = _WORKERS_TTL
         try:
             response = await self._requests.send("GET", self._base_url, self.engine.workers_path)
@@ -286,20 +289,6 @@ class EngineControl:
         except ValueError as error:
             _logger.warning("the router lists a worker with an invalid URL, which is ignored: %s", error)
             return None
-
-    # Requests.
-
-    async def _post_first(self, worker: str, posts: Sequence[Post]) -> None:
-        """Send the first of ``posts`` whose path the worker has."""
-        *others, last = posts
-        for path, body in others:
-            try:
-                await self._requests.send("POST", worker, path, body)
-            except EndpointMissing:  # noqa: PERF203  # there are two at most
-                self._missing.add((worker, path))
-            else:
-                return
-        await self._requests.send("POST", worker, *last)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)

@@ -17,10 +17,12 @@ from streamfold.client.urls import BaseUrl
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from streamfold.client.deadlines import Deadlines
     from streamfold.client.drivers.base import Driver, Exchange, Failure, Fields, Head, Kind
 
-__all__ = ["ControlRequests", "EndpointMissing", "Unreachable"]
+__all__ = ["ControlRequests", "EndpointMissing", "Reply", "Silent", "Unreachable"]
 
 _TIMEOUT_SECONDS = 3.0  # for one request, from the connect to the end of its response
 _MAX_CONCURRENT = 32  # requests to each worker, so that one that hangs does not delay aborts at the others
@@ -36,6 +38,10 @@ class EndpointMissing(EngineError):
 
 class Unreachable(EngineError):
     """No connection to the server could be made."""
+
+
+class Silent(EngineError):
+    """There is a connection, but no reply came in time."""
 
 
 class ControlRequests:
@@ -58,6 +64,11 @@ class ControlRequests:
         """Seconds that one request takes at most, without its wait for a slot."""
         return _TIMEOUT_SECONDS
 
+    @property
+    def pipelines(self) -> bool:
+        """Whether :meth:`post` takes several bodies."""
+        return self._driver.pipelines
+
     def dismiss(self) -> None:
         """Let the requests fail that queue for a worker."""
         for slots in self._slots.values():
@@ -77,9 +88,25 @@ class ControlRequests:
             Unreachable: no connection in time.
             EngineError: no response in time or before ``stop`` was set, or one with a status of 300 or more.
         """
+        return await self._send(self._request(method, base, path, body), base, Reply(), stop)
+
+    async def post(self, base: str, path: str, bodies: Sequence[dict[str, Any]], reply: Reply) -> None:
+        """Send a POST for each of ``bodies`` to the server at base URL ``base``, in one go; several: if it pipelines.
+
+        A reply that is not the last may end it early without an error: then ``reply.passed`` is less than all but one.
+
+        Raises:
+            Unreachable: no connection in time.
+            Silent: no reply in time, counted anew from each.
+            EngineError: no reply to one of them, or a status of 300 or more; ``reply.passed`` before were good.
+        """
+        first, *more = bodies
+        request = self._request("POST", base, path, first)
+        await self._send(request._replace(more=tuple(map(orjson.dumps, more))), base, reply)
+
+    async def _send(self, request: HttpRequest, base: str, reply: Reply, stop: AbortSignal | None = None) -> bytes:
         slots = self._slots[base]
         slot = slots.request()
-        reply = _Reply()
 
         def end() -> None:
             slots.leave(slot)
@@ -89,11 +116,11 @@ class ControlRequests:
         try:
             if not await slots.wait(slot):
                 raise EngineError(
-                    f"no request was sent to {base}{path}: the client is being closed, or the time given to "
+                    f"no request was sent to {request.url}: the client is being closed, or the time given to "
                     f"abort_engines is over"
                 )
             try:
-                return await self._exchange(reply, self._request(method, base, path, body))
+                return await self._exchange(reply, request)
             finally:
                 slots.release()
         finally:
@@ -111,21 +138,31 @@ class ControlRequests:
             connect_timeout=_TIMEOUT_SECONDS,
         )
 
-    async def _exchange(self, reply: _Reply, request: HttpRequest) -> bytes:
-        """Send one request and return the body of its response, within ``_TIMEOUT_SECONDS``."""
-        deadline = Deadline(self._deadlines, reply.stop, reply.urgent)
+    async def _exchange(self, reply: Reply, request: HttpRequest) -> bytes:
+        """Send a request and return the body of its response, within ``_TIMEOUT_SECONDS``, anew from each reply."""
+        passed = 0
+
+        def expired() -> None:
+            nonlocal passed
+            if reply.passed > passed:
+                passed = reply.passed
+                deadline.set(_TIMEOUT_SECONDS)
+            else:
+                reply.stop()
+
+        deadline = Deadline(self._deadlines, expired, reply.urgent)
         deadline.set(_TIMEOUT_SECONDS)
         try:
             await reply.receive(self._driver, request)
             if reply.is_stale:  # the server had closed a kept connection
                 await reply.receive(self._driver, request._replace(fresh=True))
         finally:
-            deadline.set(None)
+            deadline.close()
         return reply.result(request.url)
 
 
-class _Reply:
-    """The reply to one request.
+class Reply:
+    """The reply to one request, or those to several that were sent in one go: see :class:`HttpRequest`.
 
     Attributes:
         head: status and headers, once they were received.
@@ -148,20 +185,26 @@ class _Reply:
 
         Raises:
             Unreachable: there was no connection.
+            Silent: there was one, but no reply in time.
             EngineError: there is none, or the status is 300 or more.
         """
         if self.failure is not None and not self.stopped:
             failed = Unreachable if self.failure.is_unconnected else EngineError
             raise failed(f"no reply from {url}: {self.failure.message}", retryable=True) from self.failure.cause
         if self.head is None:
-            failed = EngineError if self.connected else Unreachable
+            failed = Silent if self.connected else Unreachable
             raise failed(f"no reply from {url} within {_TIMEOUT_SECONDS:g} s", retryable=True)
         if self.stopped:
-            raise EngineError(f"the response from {url} did not end within {_TIMEOUT_SECONDS:g} s", retryable=True)
+            raise Silent(f"the response from {url} did not end within {_TIMEOUT_SECONDS:g} s", retryable=True)
         if self.head.status >= 300:
             kind = EndpointMissing if self.head.status in _NO_ENDPOINT else EngineError
             raise kind(error_message(self._body), status=self.head.status)
         return self._body
+
+    @property
+    def passed(self) -> int:
+        """Good replies before the one that is reported."""
+        return 0 if self._exchange is None else self._exchange.passed
 
     @property
     def is_stale(self) -> bool:

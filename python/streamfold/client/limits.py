@@ -34,7 +34,7 @@ class Timeouts:
             it is extended once, to twice its length, which is logged.
         next_token: from one token to the next. Comments and events that bring no token do not count. None: no limit.
         drain: how long an abort reads on for side data (routed experts, top-p), which only the terminal event carries.
-            vLLM's weight versions are waited for too, for 0.1 s at most.
+            vLLM's weight versions are waited for too: until no abort has got its terminal event for 0.1 s.
 
     Raises:
         ValueError: a value is negative, or not a number.

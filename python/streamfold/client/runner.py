@@ -181,7 +181,7 @@ class CallRunner:
             self._end()
             return
         connecting = self._attempt.connecting
-        self._attempt.abort(self._request.drain if drain is None else drain)
+        self._attempt.abort(drain)
         if connecting:
             self._finish()  # the try goes on until the connection opens or fails; the callers need not wait for that
 

@@ -76,7 +76,8 @@ class Session:
         self.closing: asyncio.Task[None] | None = None
         self._driver = driver
         self._deadlines = Deadlines()
-        self.control: EngineControl = EngineControl(base_url, engine, ControlRequests(driver, fields, self._deadlines))
+        requests = ControlRequests(driver, fields, self._deadlines)
+        self.control: EngineControl = EngineControl(base_url, engine, requests, self._deadlines)
         self.slots: Slots = Slots(calls, per_pass=_STARTS_PER_PASS)
         self._runners: set[CallRunner] = set()  # those that have not ended, or still clean up
         self._keeper: asyncio.Task[None] | None = None

@@ -105,6 +105,7 @@ class EngineSpec(ABC):
         session_header: by which the engine's own router keeps the calls of a session on one worker.
         rank_name: how the engine calls the data-parallel rank in its errors.
         abort_by_disconnect: whether every release ends a request at once when its stream is closed.
+        lists_aborts: whether one POST can abort several requests.
         aliases: the engine's own names of sampling parameters, mapped to the names used here.
         length_before_stop: whether a response of ``max_new_tokens`` tokens ends with "length" even if its last token
             is a stop token.
@@ -135,6 +136,7 @@ class EngineSpec(ABC):
     load_flags: ClassVar[Mapping[str, str]] = {}
     pausing: ClassVar[Pausing | None] = None
     abort_by_disconnect: ClassVar[bool] = False
+    lists_aborts: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
     length_before_stop: ClassVar[bool] = False
     reports_stop_token: ClassVar[bool] = True
@@ -237,8 +239,12 @@ class EngineSpec(ABC):
         return ""
 
     @abstractmethod
-    def aborts(self, rid: str) -> Sequence[Post]:
-        """The POSTs that abort one request, in order of preference; a server that lacks one gets the next."""
+    def aborts(self, rids: Sequence[str]) -> Sequence[tuple[str, Sequence[dict[str, Any]]]]:
+        """The POSTs that abort requests, in order of preference; a server that lacks one path gets the next.
+
+        Returns:
+            Paths, each with its JSON bodies: one for all requests with :attr:`lists_aborts`, else one for each.
+        """
 
     @abstractmethod
     def aborts_all(self) -> Sequence[Post]:

@@ -65,9 +65,9 @@ class Sglang(EngineSpec):
         """Whether routed experts or top-p ids were requested: an aborted stream sends them in its terminal event."""
         return asks_top_p(payload["sampling_params"]) or bool(payload.get("return_routed_experts"))
 
-    def aborts(self, rid: str) -> Sequence[Post]:
-        """One POST; the engine matches ``rid`` by prefix."""
-        return [("/abort_request", {"rid": rid})]
+    def aborts(self, rids: Sequence[str]) -> Sequence[tuple[str, Sequence[dict[str, Any]]]]:
+        """One POST each: the scheduler matches ids by prefix, but gets only those that are some live request's own."""
+        return [("/abort_request", [{"rid": rid} for rid in rids])]
 
     def aborts_all(self) -> Sequence[Post]:
         """One POST."""

@@ -49,6 +49,7 @@ class Vllm(EngineSpec):
     pausing: ClassVar[Pausing | None] = Pausing("/is_paused", "/pause?mode=abort&clear_cache=false", "/resume")
     known_params: ClassVar[frozenset[str]] = VLLM
     abort_by_disconnect = True
+    lists_aborts = True
     reports_stop_token = False
     tells_text = False
     stops_after_minimum = True
@@ -136,12 +137,12 @@ class Vllm(EngineSpec):
             )
         return ""
 
-    def aborts(self, rid: str) -> Sequence[Post]:
+    def aborts(self, rids: Sequence[str]) -> Sequence[tuple[str, Sequence[dict[str, Any]]]]:
         """The endpoint of newer releases, then the one of the dev mode. The Rust frontend adds no prefix to ids."""
-        return self._aborts([f"generate-tokens-{rid}", rid])
+        return self._aborts([shown for rid in rids for shown in (f"generate-tokens-{rid}", rid)])
 
-    def _aborts(self, ids: list[str]) -> Sequence[Post]:
-        return [(path, {"request_ids": ids}) for path in ("/inference/v1/abort_requests", "/abort_requests")]
+    def _aborts(self, ids: list[str]) -> Sequence[tuple[str, Sequence[dict[str, Any]]]]:
+        return [(path, [{"request_ids": ids}]) for path in ("/inference/v1/abort_requests", "/abort_requests")]
 
     def aborts_all(self) -> Sequence[Post]:
         """One POST, which only the dev mode has; no other endpoint aborts all requests."""
@@ -199,6 +200,6 @@ class VllmCompletions(Vllm):
         del status
         return ""
 
-    def aborts(self, rid: str) -> Sequence[Post]:
+    def aborts(self, rids: Sequence[str]) -> Sequence[tuple[str, Sequence[dict[str, Any]]]]:
         """The id of the request's only prompt."""
-        return self._aborts([f"cmpl-{rid}-0", f"cmpl-{rid}"])
+        return self._aborts([shown for rid in rids for shown in (f"cmpl-{rid}-0", f"cmpl-{rid}")])

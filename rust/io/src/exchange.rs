@@ -51,6 +51,12 @@ pub struct Exchange {
     framing: Framing,
     /// None if no stream is expected.
     stream: Option<Stream>,
+    /// Replies that are expected after this one.
+    more: usize,
+    /// Replies before this one, all good.
+    passed: usize,
+    /// What is left of the body of a reply that is passed over.
+    passing: Option<Framing>,
     reply: Reply,
     max_reply_bytes: usize,
     /// The bytes of the body behind the last event of the stream.
@@ -61,9 +67,10 @@ impl Exchange {
     /// An exchange that waits for its connection.
     #[must_use]
     pub fn new(request: Request, expected: Expected) -> Self {
-        let (stream, max_reply_bytes) = match expected {
-            Expected::Stream { dialect, options } => (Some(Stream::new(dialect, options)), MAX_REFUSAL_BYTES),
-            Expected::Body { max_bytes } => (None, max_bytes),
+        let (stream, max_reply_bytes, more) = match expected {
+            Expected::Stream { dialect, options } => (Some(Stream::new(dialect, options)), MAX_REFUSAL_BYTES, 0),
+            Expected::Body { max_bytes } => (None, max_bytes, 0),
+            Expected::Bodies { count, max_bytes } => (None, max_bytes, count.saturating_sub(1)),
         };
         Self {
             state: State::Connecting,
@@ -74,6 +81,9 @@ impl Exchange {
             head: HeadReader::default(),
             framing: Framing::UntilClose,
             stream,
+            more,
+            passed: 0,
+            passing: None,
             reply: Reply::default(),
             max_reply_bytes,
             rest_bytes: 0,
@@ -166,6 +176,12 @@ impl Exchange {
         self.stream.as_mut().map_or(count == 0, |stream| stream.notify_at(count))
     }
 
+    /// Whole good replies before the one that is being read or was reported.
+    #[must_use]
+    pub fn passed(&self) -> usize {
+        self.passed
+    }
+
     /// Hand out what the stream has brought, in any state. Before the last event of the stream this closes the
     /// exchange. The second call gives an empty generation.
     pub fn take(&mut self) -> Generation {
@@ -205,20 +221,43 @@ impl Exchange {
 
     fn read_head(&mut self, mut bytes: &[u8], events: &mut Vec<Event>) {
         self.is_answered = true;
-        let head = match self.head.read(&mut bytes) {
-            Ok(Some(head)) => head,
+        let (head, framing) = match self.pass(&mut bytes) {
+            Ok(Some(reported)) => reported,
             Ok(None) => return,
             Err(error) => return self.fail(error.into(), events),
         };
-        self.framing = match Framing::new(&head) {
-            Ok(framing) => framing,
-            Err(error) => return self.fail(error.into(), events),
-        };
-        self.keeps_connection = self.outgoing.end() && keeps_alive(&head);
+        self.framing = framing;
+        self.keeps_connection = self.outgoing.end() && keeps_alive(&head) && self.more == 0;
         let is_stream = self.stream.is_some() && head.is_event_stream();
         self.go(if is_stream { Signal::StreamHead } else { Signal::PlainHead });
         events.push(Event::Head(head));
         self.read_body(bytes, events);
+    }
+
+    /// Take replies off the front of `input` up to the head of the one to report: the last, or the first that is not
+    /// good or after which none follows. None if more is needed.
+    fn pass(&mut self, input: &mut &[u8]) -> Result<Option<(Head, Framing)>, ProtocolError> {
+        loop {
+            while let Some(framing) = &mut self.passing {
+                match framing.next(input)? {
+                    Part::Data(_) => {}
+                    Part::Pending => return Ok(None),
+                    Part::End => {
+                        self.passing = None;
+                        self.passed += 1;
+                        self.more -= 1;
+                        self.head = HeadReader::default();
+                    }
+                }
+            }
+            let Some(head) = self.head.read(input)? else { return Ok(None) };
+            let framing = Framing::new(&head)?;
+            let is_good = head.status < 300 && keeps_alive(&head) && !framing.ends_at_close();
+            if self.more == 0 || !is_good {
+                return Ok(Some((head, framing)));
+            }
+            self.passing = Some(framing);
+        }
     }
 
     fn read_body(&mut self, mut bytes: &[u8], events: &mut Vec<Event>) {

@@ -67,6 +67,8 @@
 //! When [`Event::Failed`] says `is_unanswered` for a kept connection, the server may have closed it before the request
 //! arrived: the request may be sent once more, on a new connection, by a new exchange.
 //!
+//! An exchange can carry several requests in one go, see [`Request::pipelined`] and [`Expected::Bodies`].
+//!
 //! # Limits
 //!
 //! | what | limit | beyond it |

@@ -42,8 +42,18 @@ impl Shared {
     /// An exchange that waits for its connection.
     #[must_use]
     pub fn new(head: RequestHead, body: Body, expected: Expected) -> Self {
-        let pinned = Mutex::new(Some(body.clone()));
-        let exchange = Exchange::new(Request::new(head, body), expected);
+        Self::of(Request::new(head, body.clone()), Some(body), expected)
+    }
+
+    /// An exchange of several requests that are sent in one go, and of their replies: see [`Expected::Bodies`].
+    #[must_use]
+    pub fn pipelined(head: &RequestHead, bodies: &[&[u8]], max_bytes: usize) -> Self {
+        Self::of(Request::pipelined(head, bodies), None, Expected::Bodies { count: bodies.len(), max_bytes })
+    }
+
+    fn of(request: Request, body: Option<Body>, expected: Expected) -> Self {
+        let pinned = Mutex::new(body);
+        let exchange = Exchange::new(request, expected);
         let never = f64::INFINITY.to_bits();
         Self {
             guarded: Mutex::new(Guarded { exchange, is_broken: false }),
@@ -86,7 +96,7 @@ impl Shared {
             let mut room = MAX_SEND_BYTES;
             while exchange.state() == State::Sending && room > 0 {
                 let [head, body] = exchange.unsent();
-                // A head is small.
+                // A head is small, and so is a row of requests.
                 let parts = [head, &body[..body.len().min(room)]];
                 let wanted = parts[0].len() + parts[1].len();
                 match write(parts) {
@@ -132,6 +142,12 @@ impl Shared {
     #[must_use]
     pub fn token_count(&self) -> usize {
         self.token_count.load(Ordering::Acquire)
+    }
+
+    /// Whole good replies before the one that is being read or was reported, see [`Expected::Bodies`].
+    #[must_use]
+    pub fn passed(&self) -> usize {
+        self.lock().exchange.passed()
     }
 
     /// When the first token came; infinity before.

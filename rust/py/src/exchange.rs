@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use numpy::{IntoPyArray, PyArray1};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -13,7 +14,7 @@ use crate::request_head::RequestHead;
 
 /// One request and its reply, on one connection: a socket layer drives it, and its caller takes the result.
 ///
-/// Made by :meth:`stream` or :meth:`reply`. Can be used from any thread.
+/// Made by :meth:`stream`, :meth:`reply` or :meth:`replies`. Can be used from any thread.
 #[pyclass(frozen, module = "streamfold._core")]
 pub(crate) struct Exchange {
     pub(crate) shared: Arc<Shared>,
@@ -67,6 +68,29 @@ impl Exchange {
     #[pyo3(signature = (head, body, *, max_bytes))]
     fn reply(head: &RequestHead, body: &Bound<'_, PyBytes>, max_bytes: i64) -> PyResult<Self> {
         Ok(Self::new(head, body, Expected::Body { max_bytes: natural("max_bytes", max_bytes)? }, None))
+    }
+
+    /// As many requests as there are bodies, sent in one go (HTTP/1.1 pipelining), and their replies.
+    ///
+    /// Replies with a status below 300 are passed over and counted in :attr:`passed`, up to the one that is reported as
+    /// with :meth:`reply`: the last, or the first other one, or one after which the connection ends.
+    ///
+    /// Raises ``ValueError`` if ``bodies`` is empty or ``max_bytes`` is negative.
+    #[staticmethod]
+    #[pyo3(signature = (head, bodies, *, max_bytes))]
+    fn replies(head: &RequestHead, bodies: Vec<PyBackedBytes>, max_bytes: i64) -> PyResult<Self> {
+        if bodies.is_empty() {
+            return Err(PyValueError::new_err("bodies must hold one body at least"));
+        }
+        let bodies: Vec<&[u8]> = bodies.iter().map(AsRef::as_ref).collect();
+        let shared = Shared::pipelined(&head.0, &bodies, natural("max_bytes", max_bytes)?);
+        Ok(Self { shared: Arc::new(shared), experts: None })
+    }
+
+    /// The number of good replies before the one that is reported; see :meth:`replies`.
+    #[getter]
+    fn passed(&self) -> usize {
+        self.shared.passed()
     }
 
     /// The number of tokens received so far.

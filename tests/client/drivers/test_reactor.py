@@ -295,10 +295,3 @@ async def test_a_refused_connection_tells_its_errno() -> None:
     assert isinstance(result, ConnectionRefusedError)
     assert result.errno == errno.ECONNREFUSED
     sockets.close()
-
-
-async def test_tls_is_refused() -> None:
-    sockets = ReactorSockets()
-    with pytest.raises(ValueError, match="TLS"):
-        sockets.open(at(1), BaseUrl.parse("https://engine").origin, lambda _: None)
-    sockets.close()

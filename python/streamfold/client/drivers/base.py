@@ -51,6 +51,9 @@ class HttpRequest(NamedTuple):
         target: the path, with its query.
         fields: the headers, but for those that HTTP itself needs (``Host``, ``Content-Length``, ...).
         body: the content.
+        more: the contents of further requests that are sent right behind it, alike but for that (HTTP/1.1 pipelining);
+            only where :attr:`Driver.pipelines` says so. Replies with a status below 300 are counted and not reported,
+            up to the last, the first other one, or one after which the connection ends.
         stream: the keyword arguments of the :class:`~streamfold.Parser` of the reply. None: the reply is no stream,
             and its body is kept.
         max_body_bytes: how much is kept of the body of a reply that is no stream; a longer one ends early.
@@ -63,6 +66,7 @@ class HttpRequest(NamedTuple):
     target: str
     fields: Fields
     body: bytes = b""
+    more: tuple[bytes, ...] = ()
     stream: Mapping[str, Any] | None = None
     max_body_bytes: int = 1 << 16
     connect_timeout: float | None = None
@@ -134,6 +138,10 @@ class Exchange(Protocol):
         Returns whether they have come already: then nothing is reported.
         """
 
+    @property
+    def passed(self) -> int:
+        """Replies that were counted and not reported: see :attr:`HttpRequest.more`."""
+
     def send(self) -> None:
         """After ``connected``: let the request leave."""
 
@@ -154,7 +162,14 @@ class Exchange(Protocol):
 
 
 class Driver(Protocol):
-    """Carries requests. Bound to the running event loop."""
+    """Carries requests. Bound to the running event loop.
+
+    Attributes:
+        pipelines: whether it can send several requests in one go.
+    """
+
+    @property
+    def pipelines(self) -> bool: ...  # noqa: D102
 
     def start(self, request: HttpRequest, listener: Listener) -> Exchange:
         """Start a request. ``listener`` is not called before this returns."""

@@ -51,6 +51,11 @@ class DirectDriver:
         self._head: tuple[object, RequestHead] | None = None  # the last one: most requests have the same
         self._is_closed = False
 
+    @property
+    def pipelines(self) -> bool:
+        """It can send several requests in one go."""
+        return True
+
     def start(self, request: HttpRequest, listener: Listener) -> DirectExchange:
         """Start a request. ``listener`` is not called before this returns.
 
@@ -61,7 +66,9 @@ class DirectDriver:
         if self._is_closed:
             raise RuntimeError("the driver is closed")
         head = self._head_of(request)
-        if request.stream is None:
+        if request.more:
+            core = Exchange.replies(head, (request.body, *request.more), max_bytes=request.max_body_bytes)
+        elif request.stream is None:
             core = Exchange.reply(head, request.body, max_bytes=request.max_body_bytes)
         else:
             core = Exchange.stream(head, request.body, **request.stream)

@@ -102,6 +102,11 @@ class DirectExchange:
         """Report ``tokens`` once, when so many have come. Returns whether they have come already."""
         return self._core.notify_at(count)
 
+    @property
+    def passed(self) -> int:
+        """Replies that were counted and not reported."""
+        return self._core.passed
+
     def send(self) -> None:
         """After ``connected``: let the request leave."""
         if self._state is not _State.READY:

@@ -48,6 +48,11 @@ class HttpxDriver:
         self._shared = transport
         self._exchanges: set[HttpxExchange] = set()
 
+    @property
+    def pipelines(self) -> bool:
+        """No: httpx sends one request after the other."""
+        return False
+
     def start(self, request: HttpRequest, listener: Listener) -> HttpxExchange:
         """Start a request."""
         exchange = HttpxExchange(self._transport_for(request), request, listener)
@@ -141,6 +146,11 @@ class HttpxExchange:
         is_there = self._parser.token_count >= count
         self._notify_at = math.inf if is_there else count
         return is_there
+
+    @property
+    def passed(self) -> int:
+        """None: it sends single requests."""
+        return 0
 
     def send(self) -> None:
         """Let the request leave."""

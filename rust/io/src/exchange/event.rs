@@ -21,6 +21,15 @@ pub enum Expected {
         /// The most bytes; a longer body is not complete.
         max_bytes: usize,
     },
+    /// The replies to requests that are sent in one go, see [`Request::pipelined`](crate::Request::pipelined). Good ones
+    /// are passed over and counted by [`passed`](crate::Exchange::passed), up to the one that is reported as with
+    /// [`Expected::Body`]: the last, or the first that has a status of 300 or more or that ends the connection.
+    Bodies {
+        /// How many.
+        count: usize,
+        /// Of the one that is reported.
+        max_bytes: usize,
+    },
 }
 
 /// Something that happened to the connection, or that the caller wants.

@@ -143,11 +143,22 @@ impl Request {
     pub fn new(head: RequestHead, body: Body) -> Self {
         let RequestHead { method, bytes: mut head } = head;
         let body = (method == Method::Post).then_some(body);
-        if let Some(body) = &body {
-            head.extend_from_slice(format!("Content-Length: {}\r\n", (**body).as_ref().len()).as_bytes());
-        }
-        head.extend_from_slice(b"\r\n");
+        end_head(&mut head, body.as_ref().map(|body| (**body).as_ref().len()));
         Self { head, body }
+    }
+
+    /// As many requests of that head as there are bodies, one behind the other, to be sent in one go. The bodies of a
+    /// `GET` are not sent.
+    #[must_use]
+    pub fn pipelined(head: &RequestHead, bodies: &[&[u8]]) -> Self {
+        let mut all = Vec::with_capacity(bodies.iter().map(|body| head.bytes.len() + body.len() + 32).sum());
+        for body in bodies {
+            all.extend_from_slice(&head.bytes);
+            let sent = (head.method == Method::Post).then_some(*body);
+            end_head(&mut all, sent.map(<[u8]>::len));
+            all.extend_from_slice(sent.unwrap_or_default());
+        }
+        Self { head: all, body: None }
     }
 
     /// The bytes that remain after the first `sent`: of the head, of the body.
@@ -158,6 +169,14 @@ impl Request {
             None => [&[], body.get(sent - self.head.len()..).unwrap_or_default()],
         }
     }
+}
+
+/// Write the length of a body and the end of the head.
+fn end_head(head: &mut Vec<u8>, length: Option<usize>) {
+    if let Some(length) = length {
+        head.extend_from_slice(format!("Content-Length: {length}\r\n").as_bytes());
+    }
+    head.extend_from_slice(b"\r\n");
 }
 
 impl fmt::Debug for Request {
@@ -199,6 +218,16 @@ mod tests {
     fn a_get_has_neither_body_nor_length() {
         let request = Request::new(RequestHead::new(Method::Get, "/", "a").expect("sound"), body(b"{}"));
         assert_eq!(request.unsent(0), [&b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"[..], b""]);
+    }
+
+    #[test]
+    fn pipelined_requests_are_the_single_ones_in_a_row() {
+        for method in [Method::Post, Method::Get] {
+            let head = RequestHead::new(method, "/abort", "a").expect("sound").field("X", "y").expect("sound");
+            let bodies: [&[u8]; 3] = [b"{}", b"", b"{\"rid\":1}"];
+            let single = bodies.map(|text| Request::new(head.clone(), body(text)).unsent(0).concat());
+            assert_eq!(Request::pipelined(&head, &bodies).unsent(0).concat(), single.concat());
+        }
     }
 
     #[test]

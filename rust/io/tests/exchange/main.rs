@@ -4,6 +4,7 @@ mod drive;
 mod ends;
 mod limits;
 mod memory;
+mod pipelined;
 mod scripts;
 mod sending;
 mod splits;

@@ -1,0 +1,202 @@
+"""Aborts of many calls at once, behind a router: each gets its abort event with its side data, and each is posted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from streamfold import Client, Experts
+from streamfold.client.abort_batches import Shape
+from streamfold.loopback import Loopback, Router
+from support.calls import abort_soon
+from support.replay import ASKED, FIN, HANG, PROMPT, RST, answer_json, begun, head, until
+from support.speaking import SGLANG, VLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from streamfold import Call, Generation
+    from support.replay import Request, Step, Steps
+    from support.speaking import Speech
+
+BOTH_LOOPS = True
+EACH_DRIVER = True
+
+
+# Loopback engines. Disconnects end nothing there, and tokens are so rare that no response ends by itself.
+OPTIONS: dict[str, Any] = {"token_rate": 0.5, "stop_probability": 0, "leave_delay": None, "keep_requests": 1 << 16}
+PARAMS = {"max_new_tokens": 4000, "temperature": 1}
+
+
+class Engines(NamedTuple):
+    """Engines behind a router, and what a call brings along if it got its abort event."""
+
+    name: str
+    options: dict[str, Any]
+    experts: Experts | None
+    posted: Callable[[Call], str]
+
+    def is_whole(self, generation: Generation) -> bool:
+        spans = [(version, start) for version, start, _ in generation.version_spans]
+        has_experts = self.experts is None or generation.routed_experts is not None
+        return generation.finish_reason == "abort" and spans == [("default", 0)] and has_experts
+
+
+ENGINES = (
+    Engines("sglang", {"incremental": True}, Experts(num_layers=4, top_k=2, num_experts=16), lambda call: call.rid),
+    Engines("vllm", {"engine": "vllm"}, None, lambda call: f"generate-tokens-{call.rid}"),
+)
+
+
+async def storm(engines: Engines, workers: int, count: int, *, waits: bool) -> None:
+    with ExitStack() as stack:
+        loopbacks = [stack.enter_context(Loopback(**OPTIONS, **engines.options)) for _ in range(workers)]
+        router = stack.enter_context(Router(loopbacks))
+        client = Client(router.url, engine=engines.name, experts=engines.experts)  # type: ignore[arg-type]
+        calls = [client.start([300, place % 500], PARAMS) for place in range(count)]
+        await until(lambda: all(call.token_count for call in calls), 300)
+        if waits:
+            await client.abort_all()
+            assert sum([engines.is_whole(await call) for call in calls]) == count
+        await client.aclose()
+        wanted = {engines.posted(call) for call in calls}
+        for loopback in loopbacks:
+            assert set(loopback.stats().aborts) >= wanted, "all were posted when aclose returned"
+
+
+@pytest.mark.parametrize("engines", ENGINES, ids=lambda engines: engines.name)
+@pytest.mark.parametrize(
+    ("workers", "count"),
+    [(4, 48), *[pytest.param(workers, 1024, marks=pytest.mark.soak) for workers in (4, 16)]],
+)
+@pytest.mark.timeout(900)
+async def test_each_of_many_aborts_gets_its_event_and_reaches_each_worker(
+    engines: Engines, workers: int, count: int
+) -> None:
+    await storm(engines, workers, count, waits=True)
+
+
+@pytest.mark.parametrize("engines", ENGINES, ids=lambda engines: engines.name)
+async def test_when_a_client_is_closed_each_of_its_calls_was_posted_to_each_worker(engines: Engines) -> None:
+    await storm(engines, 4, 48, waits=False)
+
+
+# How they leave.
+
+COUNT = 100
+
+
+async def running(client: Client, count: int = COUNT) -> list[Call]:
+    calls = [client.start(PROMPT, ASKED) for _ in range(count)]
+    await until(lambda: sum(call.token_count for call in calls) == 2 * count)
+    return calls
+
+
+async def test_aborts_of_vllm_that_are_asked_for_together_are_one_post() -> None:
+    async with VLLM.replay(VLLM.running) as server, VLLM.client(server.url) as client:
+        calls = await running(client)
+        await client.abort_all()
+        [post] = server.at(VLLM.abort_path)
+        assert post.rids == [call.rid for call in calls]
+
+
+async def test_aborts_of_vllm_that_are_asked_for_during_a_post_are_the_next_one() -> None:
+    answered = asyncio.Event()
+    held: list[Step] = [answered, *answer_json(None)]
+    async with (
+        VLLM.replay(VLLM.running, routes={VLLM.abort_path: held}) as server,
+        VLLM.client(server.url) as client,
+    ):
+        first, *others = await running(client, 10)
+        abort_soon(first)
+        await until(lambda: server.aborts)
+        for call in others:
+            abort_soon(call)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
+        assert server.aborts == [first.rid]
+        answered.set()
+        await client.abort_all()
+        assert [post.rids for post in server.at(VLLM.abort_path)] == [[first.rid], [call.rid for call in others]]
+
+
+async def test_an_abort_waits_for_its_post_while_others_are_answered(
+    speech: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a storm takes: a worker that answers somebody is not silent."""
+    monkeypatch.setattr("streamfold.client.abort_batches._SILENT_SECONDS", 0.15)
+    open_at_post: list[bool] = []
+
+    def slowly(request: Request) -> Steps:
+        for rid in request.rids:
+            stream = next(each for each in server.generates if each.rid == rid)
+            open_at_post.append(not stream.peer_closed.is_set())
+        return [0.02, *answer_json(None)]
+
+    async with speech.replay(speech.running, routes={speech.abort_path: slowly}) as server:
+        for name, requests in (("_PIPELINED", 64), ("_LISTED", 4), ("_SINGLE", 1)):
+            monkeypatch.setattr(f"streamfold.client.abort_batches.{name}", Shape(posts=1, requests=requests))
+        async with speech.client(server.url) as client:
+            await running(client, 40)
+            await client.abort_all()
+        assert open_at_post == [True] * 40
+
+
+# Servers that do not answer a whole row.
+
+
+CLOSING: list[Step] = [head(200, None, 0, connection="close"), FIN]
+ODD: dict[str, Steps] = {
+    "closes": [FIN],
+    "resets": [RST],
+    "closes behind a good reply": CLOSING,
+    "fails": answer_json({"error": "busy"}, 503),
+    "no http": [b"220 smtp ready\r\n\r\n", FIN],
+    "hangs": [HANG],
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=list(ODD))
+@pytest.mark.parametrize("place", [1, 8])
+async def test_what_a_server_leaves_of_a_row_is_posted_one_by_one(
+    odd: Steps, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.3)
+    async with SGLANG.replay(SGLANG.running) as server, SGLANG.client(server.url) as client:
+        good = answer_json(None)
+        server.routes[SGLANG.abort_path] = lambda _: odd if len(server.aborts) == place else good
+        calls = await running(client)
+        await client.abort_all()
+        await until(lambda: set(server.aborts) == {call.rid for call in calls})
+
+
+# The end.
+
+
+async def test_a_silent_worker_gets_one_warning_and_the_client_is_closed_in_bounded_time(
+    speech: Speech, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("streamfold.client.abort_batches._SILENT_SECONDS", 0.1)
+    async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:
+        workers = answer_json({"workers": [{"url": silent.url}, {"url": alive.url}]})
+        async with speech.replay(speech.running, routes={"/workers": workers}) as router:
+            client = speech.client(router.url)
+            calls = await running(client)
+            with caplog.at_level(logging.WARNING, "streamfold"):
+                await client.abort_all()
+                await asyncio.wait_for(client.aclose(), 20)
+            assert sorted(alive.aborts) == sorted(call.rid for call in calls)
+            assert [silent.url in record.message for record in caplog.records] == [True]
+
+
+async def test_an_abort_asked_for_right_before_the_client_is_closed_is_posted(speech: Speech) -> None:
+    async with speech.replay(speech.running) as server:
+        async with speech.client(server.url) as client:
+            call = await begun(client)
+            abort_soon(call)
+        assert server.aborts == [call.rid]
