@@ -51,6 +51,7 @@ class Reading:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     clamped_logprobs: int = 0
+    missing: tuple[str, ...] = ()
     max_tokens_per_event: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     done: bool = False

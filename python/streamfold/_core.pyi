@@ -208,6 +208,7 @@ class Generation:
         prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         clamped_logprobs: int = 0,
+        missing: Sequence[str] = (),
         max_tokens_per_event: int = 0,
         meta: dict[str, Any] | None = None,
     ) -> Generation: ...
@@ -272,6 +273,13 @@ class Generation:
     @property
     def clamped_logprobs(self) -> int:
         """The number of logprobs that are the engine's substitute for minus infinity (0 unless ``clamped="keep"``)."""
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What was requested and not received, by the names of the fields here; ``()`` if nothing is missing.
+
+        Set by :class:`~streamfold.Client`: ``routed_experts``, ``top_p`` (if sampling is restricted),
+        ``prompt_token_ids``, and ``indexer_topk`` of ``meta``. Empty without tokens.
+        """
     @property
     def max_tokens_per_event(self) -> int:
         """The most new tokens that one event of the stream had; 0 if none had tokens.

@@ -27,13 +27,17 @@ class Tokenizer(Protocol):
 
 
 class SampleLike(Protocol):
-    """A sample that :func:`~streamfold.merge` and :func:`~streamfold.complete` can write: ours, slime's or vime's.
+    """A sample that :func:`~streamfold.merge` and :func:`~streamfold.complete` can write: ours, or a trainer's.
 
     :class:`~streamfold.Sample` implements it. Optional attributes are used where a sample has them:
-    ``rollout_top_p_token_ids`` (int32 ``[m]``), ``rollout_top_p_token_offsets`` (int32 ``[response_length + 1]``) and
-    ``rollout_routed_experts`` (int32 ``[len(tokens) - 1, num_layers, top_k]``), each an array or None; ``session_id``
-    (str or None), by which a router keeps the calls of one conversation on one worker. A sample must be a plain object
-    with a ``__dict__``, and its class callable without arguments: a restart takes its defaults from a new one.
+    ``rollout_top_p_token_ids`` (int32 ``[m]``), ``rollout_top_p_token_offsets`` (int32 ``[response_length + 1]``),
+    ``rollout_routed_experts`` (int32 ``[len(tokens) - 1, num_layers, top_k]``) and ``rollout_indexer_topk`` (int32
+    ``[len(tokens) - 1, indexer_layers, index_topk]``), each an array or None; ``session_id`` (str or None), by which a
+    router keeps the calls of one conversation on one worker. Routed experts may also be a list of tensors, or a
+    reference with ``shape`` that ``load()``, or the sample's ``materialize_rollout_routed_experts``, reads. A sample
+    must be a plain object with a ``__dict__``, and its class callable without arguments: a restart takes its defaults
+    from a new one. One that has ``update_from_meta_info`` instead of ``append_response_tokens``, as miles's, is written
+    field by field.
 
     Attributes:
         index: number of the sample, for messages; None if it has none.

@@ -10,9 +10,9 @@
     Saves partial groups, and finished ones that no rollout has used yet, with the checkpoint:
     :mod:`streamfold.integrations.data_source`.
 
-They work in newer releases of slime, which read the attribute ``abort_mode`` of ``generate_streaming`` and abort
-requests one by one, and in older ones, which abort all requests of a server. Settings (timeouts, retries, limits) are
-in :mod:`streamfold.integrations.settings`.
+They need slime 0.3.1, and work in newer releases, which read the attribute ``abort_mode`` of ``generate_streaming`` and
+abort requests one by one, and in older ones, which abort all requests of a server. Settings (timeouts, retries, limits)
+are in :mod:`streamfold.integrations.settings`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Slime(Integration):
     session_policy = "consistent_hashing"
     session_header = "X-SMG-Routing-Key"
     seed_param = "sampling_seed"
+    oldest_release = "slime 0.3.1 or newer"
 
     def experts_dtype(self, num_experts: int | None) -> Literal["int32", "uint8"]:
         """uint8 up to 256 experts, as slime itself requests them."""

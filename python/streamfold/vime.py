@@ -52,6 +52,7 @@ class Vime(Integration):
     session_policy = "consistent_hash"
     session_header = "x-session-id"
     seed_param = "seed"
+    oldest_release = "a newer release"
     may_abort_without_finish_reason = True  # vLLM 0.31 and older
 
     def sampling_params(

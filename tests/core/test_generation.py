@@ -26,6 +26,7 @@ WHOLE: dict[str, Any] = {
     "prompt_tokens": 4,
     "cached_tokens": 0,
     "clamped_logprobs": 1,
+    "missing": ("routed_experts", "indexer_topk"),
     "max_tokens_per_event": 2,
     "meta": {"id": "r7", "nested": {"a": [1, None]}, "big": 2**70, "zero": -0.0},
 }
@@ -112,6 +113,8 @@ def test_copies_are_equal() -> None:
         {"prompt_tokens": None},
         {"cached_tokens": None},
         {"clamped_logprobs": 0},
+        {"missing": ()},
+        {"missing": ("indexer_topk", "routed_experts")},
         {"max_tokens_per_event": 3},
         {"meta": {}},
     ],
@@ -141,8 +144,9 @@ def test_nothing_can_be_assigned() -> None:
 
 def test_the_repr_fits_on_three_lines_whatever_its_size() -> None:
     assert "padded_rows" not in repr(whole(padded_rows=0))
+    assert "missing=('routed_experts', 'indexer_topk')," in repr(whole())
     assert "max_tokens_per_event" not in repr(whole(max_tokens_per_event=1))
-    assert repr(whole()) == (
+    assert repr(whole(missing=())) == (
         "<Generation of 3 tokens, finish_reason='stop', matched=7, text='a\\u2028\U0001f600' (3 characters),\n"
         " logprobs=float64[3], routed_experts=uint8[6, 2, 2], top_p=int32[4], prompt_token_ids=int32[4],\n"
         " version_spans=2, prompt_tokens=4, cached_tokens=0, padded_rows=2, max_tokens_per_event=2,"

@@ -6,13 +6,17 @@ import asyncio
 import copy
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from streamfold import slime, vime
 from streamfold.integrations.settings import Settings
 from streamfold.loopback import Loopback
+from streamfold.samples.metadata import FINISHED_AS
+from streamfold.samples.reset import restart
 from support.host import engine, installed
 from support.host.slime.observability import trace_utils
 from support.host.slime.observability.trace_utils import spans
@@ -230,7 +234,7 @@ async def test_min_new_tokens_counts_the_whole_response_too(newer: None) -> None
 @pytest.mark.parametrize(
     ("settings", "fields", "message"),
     [
-        ({"use_score_centering": True}, {}, "use_score_centering"),
+        ({"use_score_centering": True}, {}, "use_score_centering .* streaming"),
         ({"ci_test": True}, {"prompt": [{"role": "user", "content": "x"}]}, "must be a str, not list"),
         ({}, {"status": Status.COMPLETED}, "the sample is COMPLETED"),
         ({}, {"status": Status.TRUNCATED}, "the sample is TRUNCATED"),
@@ -259,6 +263,64 @@ async def test_what_cannot_succeed_is_refused_before_any_request(
             await ask(streaming(server, **settings), sample)
         assert server.requests == []
     assert vars(sample) == before
+
+
+@pytest.mark.parametrize("name", ["rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_top_p_log_probs"])
+async def test_what_score_centering_has_written_is_kept_and_not_continued(newer: None, name: str) -> None:
+    scores = np.zeros((2, 4), np.float32)
+    async with Server(whole()) as server:
+        sample = partial(1, 2, **{name: scores})
+        before = dict(vars(sample))
+        with pytest.raises(ValueError, match=f"the response has {name}, which streaming does not carry"):
+            await ask(streaming(server), sample)
+        assert server.requests == []
+    assert vars(sample) == before
+    assert getattr(sample, name) is scores
+    rolled_back = partial(1, 2, **{name: scores})
+    restart(rolled_back)
+    assert getattr(rolled_back, name) is None, "it is of the response that is dropped"
+
+
+async def test_keys_of_custom_params_that_streamfold_does_not_know_are_sent(slimes: None) -> None:
+    params = {"max_new_tokens": 8, "custom_params": {"return_top_p_log_probs": True, "mine": 1}}
+    async with Server(whole()) as server:
+        await ask(streaming(server), sample_of(), params)
+    assert server.generates[0].json["sampling_params"] == params
+
+
+def test_samples_of_a_slime_that_is_too_old_are_refused_with_the_release_that_is_needed(slimes: None) -> None:
+    sample = SimpleNamespace(status=Status.PENDING, prompt="x", tokens=[1], response_length=0, metadata={})
+    with pytest.raises(
+        ValueError, match=r"this slime have no append_response_tokens: slime 0\.3\.1 or newer is needed"
+    ):
+        asyncio.run(slime.generate_streaming(SimpleNamespace(), sample, PARAMS))
+
+
+# What needs no request, as in tests of a trainer's contracts, which have no options and a state without a tokenizer.
+
+
+async def test_without_the_trainers_options_a_response_that_is_complete_is_answered(newer: None) -> None:
+    sample = await ask(None, partial(1, 2), {"max_new_tokens": 2})  # type: ignore[arg-type]
+    assert (sample.status, sample.response_length) == (Status.TRUNCATED, 2)
+    noted = partial(1, 2, metadata={FINISHED_AS: {"at": 2, "as": "COMPLETED"}})
+    assert (await ask(None, noted)).status is Status.COMPLETED  # type: ignore[arg-type]
+
+
+async def test_without_the_trainers_options_a_request_is_refused_by_what_is_missing(newer: None) -> None:
+    with pytest.raises(ValueError, match="args is None, and a request needs the router's address"):
+        await ask(None, sample_of())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the sample is COMPLETED"):
+        await ask(None, sample_of(status=Status.COMPLETED))  # type: ignore[arg-type]
+
+
+async def test_a_state_without_a_tokenizer_serves_samples_that_have_tokens(
+    slimes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: SimpleNamespace(aborted=False))
+    async with Server(whole()) as server:
+        assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
+        with pytest.raises(ValueError, match="GenerateState has no tokenizer, and the sample has no tokens"):
+            await ask(streaming(server), Sample(prompt="x"))
 
 
 async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(slimes: None) -> None:

@@ -112,16 +112,38 @@ def test_a_returned_group_of_another_size_is_refused(args: SimpleNamespace) -> N
     assert source.buffer.in_flight == 2
 
 
-def test_without_prompts_it_gives_returned_groups_and_raises_when_there_are_no_more(args: SimpleNamespace) -> None:
+def test_without_prompts_it_gives_returned_groups_and_then_the_trainers_own_error(args: SimpleNamespace) -> None:
     group = source_of(args).get_samples(1)[0]
     args.rollout_global_dataset = False
     source = source_of(args)
     source.add_samples([group])
-    with pytest.raises(RuntimeError, match=r"2 groups are requested, but 1 wait"):
+    with pytest.raises(RuntimeError, match="1 groups are missing"):
         source.get_samples(2)
     assert source.get_samples(1) == [group]
     source.save(0)
     assert source_of(args, loads=0).get_buffer_length() == 1
+
+
+def test_without_prompts_it_gives_the_blank_samples_of_a_trainer_that_gives_them(
+    args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blank(self: RolloutDataSourceWithBuffer, num_samples: int) -> list[list[Sample]]:
+        groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        return groups + RolloutDataSource.get_samples(self, num_samples - len(groups))
+
+    monkeypatch.setattr(RolloutDataSourceWithBuffer, "get_samples", blank)
+    args.rollout_global_dataset = False
+    source = source_of(args)
+    first, second = source.get_samples(2)
+    assert identities([first, second]) == [("", group, 2 * group + i) for group in (0, 1) for i in (0, 1)]
+    source.add_samples([first])
+    again, third = source.get_samples(2)
+    assert again is first, "those that wait come first"
+    assert [sample.group_index for sample in third] == [2, 2]
+    source.done([first])
+    source.save(0)
+    resumed = source_of(args, loads=0)
+    assert sorted(group[0].group_index for group in resumed.get_samples(3)) == [1, 2, 3], "each group once"
 
 
 def test_the_buffers_filter_chooses_among_those_that_wait_and_what_it_drops_is_forgotten(args: SimpleNamespace) -> None:

@@ -10,7 +10,7 @@ import pytest
 import streamfold
 from streamfold.loopback import Loopback
 
-HEAVY = ("torch", "transformers", "ray", "slime", "vime", "starlette", "uvicorn", "typer", "rich", "uvloop")
+HEAVY = ("torch", "transformers", "ray", "slime", "vime", "miles", "starlette", "uvicorn", "typer", "rich", "uvloop")
 
 SCRIPT = """
 import sys

@@ -263,6 +263,9 @@ def test_a_restarted_sample_has_the_defaults_in_every_field_and_its_copy_is_unch
     merge(sample, generation(3, top_p=top_p([3]), routed_experts=experts(5), meta=counts), args)
     assert arrays_as_lists(twin) == before
     sample.reward = 1.0
+    for name in ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_top_p_log_probs"):
+        if hasattr(sample, name):  # what the host has written with score centering
+            setattr(sample, name, np.zeros((3, 2), np.float32))
     mark_start([sample], 4)
     TurnState(1, 1, exact_characters=2, text_joined=True).save(sample)
     add_counts(sample, lost_side_data=2)

@@ -136,6 +136,7 @@ def as_reading(generation: Generation) -> Reading:
         prompt_tokens=generation.prompt_tokens,
         cached_tokens=generation.cached_tokens,
         clamped_logprobs=generation.clamped_logprobs,
+        missing=generation.missing,
         max_tokens_per_event=generation.max_tokens_per_event,
         meta=generation.meta,
     )

@@ -19,6 +19,7 @@ from streamfold.client.limits import Limits, Retries, Timeouts, check_seconds
 from streamfold.client.request import CallRequest
 from streamfold.client.runner import CallRunner, RetryLog
 from streamfold.client.session import Session
+from streamfold.client.side_data import MissingSideData
 from streamfold.client.urls import BaseUrl, bearer
 from streamfold.engines.base import RequestOptions, common_extra, token_array
 from streamfold.engines.detect import ENGINES, detect
@@ -122,6 +123,7 @@ class Client:
         )
         self._retry_log = RetryLog()
         self._warned_params: set[str] = set()
+        self._missing = MissingSideData()
         self._session: Session | None = None
 
     def __client_internals__(self) -> ClientInternals:
@@ -230,6 +232,7 @@ class Client:
             None if aborted is None else AbortSignal.of(aborted),
             retries=self._internals.retries,
             retry_log=self._retry_log,
+            missing=self._missing,
         )
         if request.budget == 0:
             none = np.empty(0)
@@ -260,6 +263,7 @@ class Client:
             fields=with_fields(with_fields(self._fields, headers), _BODY_HEADERS) if headers else self._fields,
             body=orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS),
             options=options,
+            side_data=engine.side_data(sampling_params, options),
             prompt_len=None if ids is None else len(ids),
             budget=budget,
             drain=timeouts.drain if engine.asks_side_data(payload) else min(timeouts.drain, engine.abort_drain),

@@ -41,6 +41,7 @@ class CallRequest:
         fields: the headers of all tries, without those that hold the request id.
         body: the JSON object, written for the request id of ``options``; empty once a token was received.
         options: what was requested.
+        side_data: what the terminal event must bring beside the tokens, by the names of a generation's fields.
         prompt_len: tokens in the prompt; None if ``body`` holds it as text or images.
         budget: ``max_new_tokens``; None if it is not limited.
         drain: seconds that an abort reads on for what only the terminal event carries.
@@ -55,6 +56,7 @@ class CallRequest:
     fields: Fields
     body: bytes
     options: RequestOptions
+    side_data: tuple[str, ...]
     prompt_len: int | None
     budget: int | None
     drain: float

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from streamfold.client.attempt import Attempt
     from streamfold.client.limits import Retries, Slots
     from streamfold.client.request import CallRequest
+    from streamfold.client.side_data import MissingSideData
 
 __all__ = ["CallRunner", "RetryLog"]
 
@@ -49,6 +50,7 @@ class CallRunner:
         registry: the client's calls that have not ended, by the request id of the current try.
         host_abort: read right before and right after each send, and watched during retry pauses. None: never set.
         retry_log: counts and logs failed tries.
+        missing: notes the side data that was requested and not received.
         on_done: called once, when the call has ended and everything is cleaned up.
 
     Attributes:
@@ -68,6 +70,7 @@ class CallRunner:
         registry: dict[str, CallRunner],
         host_abort: AbortSignal | None,
         retry_log: RetryLog,
+        missing: MissingSideData,
         on_done: Callable[[CallRunner], object],
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -85,6 +88,7 @@ class CallRunner:
         self._is_aborting = False
         self._host_abort = host_abort
         self._retry_log = retry_log
+        self._missing = missing
         self._on_done = on_done
         self._pause_timer: asyncio.Handle | None = None
         self._ignore_host: Callable[[], None] | None = None  # ends the watch of the host's flag, after a pause
@@ -366,7 +370,7 @@ class CallRunner:
         """The one place where a call ends."""
         if self.ended.done():
             return
-        generation = self._attempt.take()
+        generation = self._missing.note(self._request, self._attempt.take())
         error = self._attempt.error
         if self._is_aborting and self._may_retry(error):
             error = None  # the failure would have been retried: the abort ended the call

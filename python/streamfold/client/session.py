@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from streamfold.client.limits import Retries
     from streamfold.client.request import CallRequest
     from streamfold.client.runner import RetryLog
+    from streamfold.client.side_data import MissingSideData
     from streamfold.engines.base import EngineSpec
 
 __all__ = ["Running", "Session"]
@@ -100,6 +101,7 @@ class Session:
         *,
         retries: Retries,
         retry_log: RetryLog,
+        missing: MissingSideData,
     ) -> CallRunner:
         """What runs the call of ``request``."""
         return CallRunner(
@@ -110,6 +112,7 @@ class Session:
             registry=self.calls,
             host_abort=host_abort,
             retry_log=retry_log,
+            missing=missing,
             on_done=self._on_done,
         )
 

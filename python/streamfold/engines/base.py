@@ -46,6 +46,19 @@ __all__ = [
 _LARGEST_TOKEN = 2**31 - 1
 ALL_TOKENS = 1 << 30  # a top_k that keeps every token
 PROMPT_KEYS: Final = frozenset({"text", "input_ids", "token_ids", "prompt"})  # of a request: they hold its prompt
+_SIDE_DATA: Final = {  # by the names of a generation's fields
+    "routed_experts": "routed experts",
+    "top_p": "top-p ids",
+    "indexer_topk": "indexer rows",
+    "prompt_token_ids": "prompt token ids",
+}
+_ASKED_BY_KEY: Final = {  # keys of a request that ask for them
+    "return_routed_experts": "routed_experts",
+    "return_sampling_mask": "top_p",
+    "return_indexer_topk": "indexer_topk",
+    "return_prompt_token_ids": "prompt_token_ids",
+    "return_token_ids": "prompt_token_ids",
+}
 
 
 class RequestOptions(NamedTuple):
@@ -121,6 +134,7 @@ class EngineSpec(ABC):
             own request has generated, so that those of a resumed response start over.
         repeats_text: whether a stream may send characters twice where an event brings several tokens.
         image_key: the key of a request that holds a list of images; None: they cannot be sent as they are.
+        side_data_needs: what side data requires, by the names of a generation's fields, for messages.
         delays_text: whether token ids come before their text, while that may become a stop string or is an
             incomplete character.
     """
@@ -148,6 +162,7 @@ class EngineSpec(ABC):
     resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "repetition_penalty")
     repeats_text: ClassVar[bool] = False
     image_key: ClassVar[str | None] = None
+    side_data_needs: ClassVar[Mapping[str, str]] = {}
     delays_text: ClassVar[bool] = False
     workers_path: Final = "/workers"
 
@@ -232,6 +247,24 @@ class EngineSpec(ABC):
         """Whether a stream that somebody has aborted may end with this error, instead of a terminal event."""
         del error
         return False
+
+    def side_data(self, sampling_params: Mapping[str, Any], asked: RequestOptions) -> tuple[str, ...]:
+        """What a request asks for that a finished response must have, by the names of a generation's fields."""
+        extra = asked.extra or {}
+        is_asked = {
+            "routed_experts": asked.experts is not None,
+            "top_p": asked.top_p or asks_top_p(sampling_params),
+            "prompt_token_ids": asked.prompt_token_ids,
+        }
+        is_asked |= {name: True for key, name in _ASKED_BY_KEY.items() if extra.get(key)}
+        names = (name for name in _SIDE_DATA if is_asked.get(name))
+        # If sampling is not restricted, the engine has no top-p ids to send.
+        return tuple(name for name in names if name != "top_p" or restricts_sampling(sampling_params))
+
+    def lacking(self, name: str) -> str:
+        """The end of a message that a response lacks side data: what it is called, and what it needs."""
+        needs = self.side_data_needs.get(name)
+        return f"{_SIDE_DATA[name]}, which were requested{f': {needs}' if needs else ''}"
 
     def hint(self, status: int) -> str:
         """Advice to append to an error with that HTTP status; empty if the engine's own message is enough."""
@@ -334,8 +367,11 @@ def read_json(reply: bytes) -> Any:  # noqa: ANN401  # any JSON
 
 def expects_top_p(params: Mapping[str, Any]) -> bool:
     """Whether top-p ids are requested and the parameters restrict sampling: otherwise the engine has none to send."""
-    if not asks_top_p(params):
-        return False
+    return asks_top_p(params) and restricts_sampling(params)
+
+
+def restricts_sampling(params: Mapping[str, Any]) -> bool:
+    """Whether sampling parameters leave tokens out that the model could have generated."""
     top_k = params.get("top_k") or -1
     return (
         _or(params.get("top_p"), 1) < 1

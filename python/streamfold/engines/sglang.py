@@ -31,6 +31,18 @@ class Sglang(EngineSpec):
     repeats_text = True
     ignores_given_ends = True
     image_key = "image_data"
+    side_data_needs: ClassVar[Mapping[str, str]] = {
+        "routed_experts": "start the engine with --enable-return-routed-experts. A router may drop the keys of the "
+        "request that ask for them (sglang-router 0.3.2 drops return_routed_experts, routed_experts_dtype and "
+        "routed_experts_start_len): send to the engine, or use a router that keeps them",
+        "top_p": "custom_params with return_top_p_token_ids needs slime's patch of SGLang; an unpatched one (0.5.16 or "
+        "newer, such as 0.5.23) is asked by the request's key return_sampling_mask. A router may drop either of them "
+        "(sglang-router 0.3.2 does): send to the engine, or use a router that keeps them",
+        "indexer_topk": "start the engine with --enable-return-indexer-topk. A router may drop return_indexer_topk: "
+        "send to the engine, or use a router that keeps it",
+        "prompt_token_ids": "SGLang 0.5.13 or newer sends them. A router may drop return_prompt_token_ids: send to the "
+        "engine, or use a router that keeps it",
+    }
 
     def payload(
         self, input_ids: Ids | None, sampling_params: Mapping[str, Any], asked: RequestOptions
@@ -62,8 +74,9 @@ class Sglang(EngineSpec):
         return f"does the server have {self.path}? engine='auto' detects the engine" if status == 404 else ""
 
     def asks_side_data(self, payload: Mapping[str, Any]) -> bool:
-        """Whether routed experts or top-p ids were requested: an aborted stream sends them in its terminal event."""
-        return asks_top_p(payload["sampling_params"]) or bool(payload.get("return_routed_experts"))
+        """Whether anything was requested that also an aborted stream sends in its terminal event alone."""
+        keys = ("return_routed_experts", "return_indexer_topk")
+        return asks_top_p(payload["sampling_params"]) or any(payload.get(key) for key in keys)
 
     def aborts(self, rids: Sequence[str]) -> Sequence[tuple[str, Sequence[dict[str, Any]]]]:
         """One POST each: the scheduler matches ids by prefix, but gets only those that are some live request's own."""

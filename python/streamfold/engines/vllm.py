@@ -58,6 +58,11 @@ class Vllm(EngineSpec):
     resets_penalties: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty")
     # for the weight versions: the event comes at once, if the abort has reached the right process
     abort_drain: ClassVar[float] = 0.1
+    side_data_needs: ClassVar[Mapping[str, str]] = {
+        "routed_experts": "start the server with --enable-return-routed-experts",
+        "top_p": "start vLLM 0.32 or newer with --return-sampling-mask",
+        "prompt_token_ids": "vLLM 0.30 or newer sends them",
+    }
 
     _RENAMED: Final = {
         "max_new_tokens": "max_tokens",

@@ -1,7 +1,7 @@
-"""``Integration``: where a trainer (slime, vime) has its modules and options, and how it differs from others.
+"""``Integration``: where a trainer (slime, vime, miles) has its modules and options, and how it differs from others.
 
-:mod:`streamfold.slime` and :mod:`streamfold.vime` each define one :class:`Integration`; everything else in this folder
-works for any of them.
+:mod:`streamfold.slime`, :mod:`streamfold.vime` and :mod:`streamfold.miles` each define one :class:`Integration`;
+everything else in this folder works for any of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sized
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Integration", "SampleRequest", "TrainerSample", "has_items", "router_url"]
 
-TrainerSample: TypeAlias = Any  # slime.utils.types.Sample, or vime's; its fields differ between releases
+TrainerSample: TypeAlias = Any  # slime.utils.types.Sample, or another trainer's; its fields differ between releases
 
 _logger = logging.getLogger("streamfold")
+
+# What score centering keeps beside the tokens of a response.
+_SCORE_FIELDS: Final = ("rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_top_p_log_probs")
 
 
 def router_url(host: str, port: int) -> str:
@@ -71,6 +74,9 @@ class Integration(ABC):
         session_policy: the router policy under which ``session_header`` sends all calls of a sample to one worker.
         session_header: the header that carries ``sample.session_id`` then.
         seed_param: the engine's sampling parameter for a seed.
+        sample_method: the method by which its samples are written: the first release that has it is the oldest that
+            works.
+        oldest_release: that release, for the error that an older one gets.
         may_abort_without_finish_reason: whether a stream that the trainer aborted may end without a finish reason.
     """
 
@@ -79,6 +85,8 @@ class Integration(ABC):
     session_policy: ClassVar[str]
     session_header: ClassVar[str]
     seed_param: ClassVar[str]
+    sample_method: ClassVar[str] = "append_response_tokens"
+    oldest_release: ClassVar[str]
     may_abort_without_finish_reason: ClassVar[bool] = False
 
     # Modules and functions of the trainer.
@@ -139,6 +147,40 @@ class Integration(ABC):
         return router_url(*routers[settings.model])
 
     # What it does differently.
+
+    def check(self, args: Args, sample: TrainerSample, sampling_params: Mapping[str, Any], *, evaluation: bool) -> None:
+        """Raise ValueError for what cannot succeed, before any request leaves."""
+        del sampling_params, evaluation
+        if getattr(args, "use_score_centering", False):
+            raise ValueError(
+                "use_score_centering needs scores that streaming does not carry: switch it off, or generate with "
+                f"{self.package}'s own function"
+            )
+        for name in _SCORE_FIELDS:
+            if sample.response_length and getattr(sample, name, None) is not None:
+                raise ValueError(
+                    f"the response has {name}, which streaming does not carry: continue it with {self.package}'s own "
+                    "function"
+                )
+        if getattr(args, "ci_test", False) and not isinstance(sample.prompt, str):
+            raise ValueError(f"with ci_test the prompt must be a str, not {type(sample.prompt).__name__}")
+        if not hasattr(sample, self.sample_method):
+            raise ValueError(
+                f"samples of this {self.package} have no {self.sample_method}: {self.oldest_release} is needed"
+            )
+
+    def prompt_ids(self, sample: TrainerSample, state: Any) -> list[int]:  # noqa: ANN401  # the trainer's
+        """The prompt's ids as the trainer makes them, or the sample's tokens if it has some."""
+        prepare = self.rollout_module._prepare_prompt_ids  # noqa: SLF001  # the trainer's
+        ids: list[int] = prepare(sample, getattr(state, "tokenizer", None), getattr(state, "processor", None))
+        return ids
+
+    def headers(self, args: Args, sample: TrainerSample) -> dict[str, str]:
+        """Headers that send all calls of a sample to one worker."""
+        session = getattr(sample, "session_id", None)
+        if session and getattr(args, "router_policy", None) == self.session_policy:
+            return {self.session_header: session}
+        return {}
 
     def experts_dtype(self, num_experts: int | None) -> Literal["int32", "uint8"]:
         """The dtype to request routed experts in. If the response names one, that one counts."""

@@ -37,16 +37,17 @@ class ClientHandle:
     client: Client
     stop_ids: set[int] = field(default_factory=set)
     _closing: AsyncGenerator[None, None] | None = None  # referenced here, as the loop holds its generators weakly
-    _signal: tuple[object, AbortSignal] | None = None
+    _signals: dict[int, tuple[object, AbortSignal]] = field(default_factory=dict)  # by the id of the state
 
     def __post_init__(self) -> None:
         self._late_abort = _LateAbort(self.client, internals_of(self.client).timeouts.drain + _GRACE_SECONDS)
 
     def abort_signal(self, state: Any) -> AbortSignal:  # noqa: ANN401  # the trainer's GenerateState
-        """The flag ``state.aborted`` as one signal for all calls."""
-        if self._signal is None or self._signal[0] is not state:
-            self._signal = state, AbortSignal(lambda: state.aborted)
-        return self._signal[1]
+        """The flag ``state.aborted`` as one signal for all calls with that state; a trainer may have several."""
+        found = self._signals.get(id(state))
+        if found is None:
+            found = self._signals[id(state)] = state, AbortSignal(lambda: state.aborted)
+        return found[1]
 
     def watch(self, abort: AbortSignal) -> AbstractContextManager[None]:
         """Inside the block, abort the client's calls that are still running some seconds after the trainer's abort.

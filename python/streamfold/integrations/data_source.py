@@ -58,8 +58,7 @@ class DurableBuffer:
         self._has_filter = bool(
             getattr(args, "buffer_filter_path", None) or getattr(args, "buffer_sort_by_staleness", False)
         )
-        prompts = None if source.dataset is None else _Prompts(source, draw, package)
-        self._new_buffer = functools.partial(Buffer, prompts, sample_type)
+        self._new_buffer = functools.partial(Buffer, _Prompts(source, draw, package), sample_type)
         self.buffer: Buffer = self._new_buffer()
         self.tracks_in_flight = False
         self._delivered: tuple[int, list[Group]] | None = None  # the last rollout, and its groups
@@ -71,7 +70,7 @@ class DurableBuffer:
         """Give ``count`` groups, waiting ones first.
 
         Raises:
-            RuntimeError: fewer groups wait, and there are no prompts.
+            Exception: the trainer's, if fewer groups wait and it gives none without prompts. Those that wait stay.
         """
         return self._in_loop(lambda: self._take(count))
 
@@ -156,11 +155,6 @@ class DurableBuffer:
         return result
 
     def _take(self, count: int) -> list[Group]:
-        if self._source.dataset is None and len(self.buffer) < count:
-            raise RuntimeError(
-                f"{count} groups are requested, but {len(self.buffer)} wait and there are no prompts to draw: "
-                "add groups, or set --prompt-data and --rollout-global-dataset"
-            )
         taken = self._take_filtered(count) if self._has_filter else self.buffer.take(count)
         if not self.tracks_in_flight:
             self.buffer.done(taken)
@@ -221,7 +215,7 @@ class _Prompts:
         if drawn > position:
             for name in _COUNTERS:
                 setattr(source, name, 0)
-            if getattr(source.args, "rollout_shuffle", False):
+            if getattr(source.args, "rollout_shuffle", False) and source.dataset is not None:
                 source.dataset.shuffle(0)
         while source.sample_group_index < position:
             self._draw()
@@ -266,8 +260,18 @@ def _subclass(package: str, prompts_only: Any, with_buffer: Any, sample_type: ty
 
         def __init__(self, args: Args) -> None:
             super().__init__(args)
-            self.durable = DurableBuffer(self, lambda: prompts_only.get_samples(self, 1)[0], sample_type, package)
-            self.buffer = self.durable.buffer
+            self.durable = DurableBuffer(self, self._draw, sample_type, package)
+            self.buffer: Any = self.durable.buffer
+
+        def _draw(self) -> Any:  # noqa: ANN401  # one group
+            if self.dataset is not None:
+                return prompts_only.get_samples(self, 1)[0]
+            # Without a dataset the class with a buffer decides: some releases give blank samples, others raise.
+            self.buffer = []
+            try:
+                return super().get_samples(1)[0]
+            finally:
+                self.buffer = self.durable.buffer
 
         def get_samples(self, num_samples: int) -> list[Group]:
             return self.durable.take(num_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold._core import Experts
 from streamfold.errors import StreamTruncated
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["client_for", "generate_sample"]
 
+State: TypeAlias = Any  # the trainer's GenerateState
+
 
 async def generate_sample(
     integration: Integration,
@@ -34,29 +36,45 @@ async def generate_sample(
     *,
     evaluation: bool = False,
     max_new_tokens_per_turn: int | None = None,
+    state: State = None,
 ) -> TrainerSample:
     """Generate the response of one sample, or a turn of it.
 
-    See :func:`streamfold.slime.generate_streaming` and :func:`streamfold.slime.turn` for arguments and errors.
+    See :func:`streamfold.slime.generate_streaming` and :func:`streamfold.slime.turn` for errors.
+
+    Args:
+        integration: the trainer.
+        args: its options.
+        sample: its sample.
+        sampling_params: of the whole response.
+        evaluation: whether the sample is not for training.
+        max_new_tokens_per_turn: limits what a turn generates; None: no such limit.
+        state: the trainer's ``GenerateState``; None: the one that it keeps for the process.
     """
-    state = integration.rollout_module.GenerateState(args)
+    integration.check(args, sample, sampling_params, evaluation=evaluation)
+    if args is None:  # as tests of a trainer's contracts call
+        check_ready(sample)
+        return _without_request(sample, sampling_params)
     params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     open_turn(sample, limit)
     if is_finished(sample) and LastWrite.of(sample) is not None:
         return sample
-    _check(integration, args, sample)
+    check_ready(sample)
     enter(sample)
+    if state is None:
+        state = integration.rollout_module.GenerateState(args)
     _set_prompt_ids(integration, sample, state)
     settings = Settings.of(args)
     handle = await client_for(integration, args, settings, sample)
-    handle.stop_ids.update(_eos_ids(state.tokenizer))
+    tokenizer = getattr(state, "tokenizer", None)
+    handle.stop_ids.update(_eos_ids(tokenizer))
     request = SampleRequest(
         args=args,
         sample=sample,
         settings=settings,
         handle=handle,
-        headers=_headers(integration, args, sample),
+        headers=integration.headers(args, sample),
         abort=handle.abort_signal(state),
     )
     budget = None if limit is None else limit - sample.response_length
@@ -67,7 +85,7 @@ async def generate_sample(
                 request,
                 params,
                 budgets=(budget, max_new_tokens_per_turn),
-                tokenizer=state.tokenizer,
+                tokenizer=tokenizer,
                 span=span,
             )
         except BaseException as error:
@@ -115,6 +133,7 @@ async def _complete(
         stop_ids=request.handle.stop_ids,
         headers=request.headers,
         routing_header=None,  # by the trainer's router_policy alone
+        indexer_topk=bool(getattr(request.args, "use_rollout_indexer_replay", False)),
         extra=extra,
         aborted=request.abort,
         resume_aborts=False,
@@ -133,25 +152,29 @@ async def _complete(
     )
 
 
-def _check(integration: Integration, args: Args, sample: TrainerSample) -> None:
-    """Raise ValueError for what cannot succeed, before any request leaves."""
-    if getattr(args, "use_score_centering", False):
-        raise ValueError("use_score_centering needs scores that streaming does not carry: switch one of the two off")
-    if getattr(args, "ci_test", False) and not isinstance(sample.prompt, str):
-        raise ValueError(f"with ci_test the prompt must be a str, not {type(sample.prompt).__name__}")
-    if not hasattr(sample, "append_response_tokens"):
-        raise ValueError(
-            f"samples of this {integration.package} have no append_response_tokens: a newer release is needed"
-        )
-    check_ready(sample)
+def _set_prompt_ids(integration: Integration, sample: TrainerSample, state: State) -> None:
+    """Tokenize the prompt as the trainer does, unless the sample has tokens.
 
-
-def _set_prompt_ids(integration: Integration, sample: TrainerSample, state: Any) -> None:  # noqa: ANN401
-    """Tokenize the prompt as the trainer does, unless the sample has tokens."""
-    prepare = integration.rollout_module._prepare_prompt_ids  # noqa: SLF001  # the trainer's
-    prompt_ids = prepare(sample, state.tokenizer, state.processor)
+    Raises:
+        ValueError: there is neither a tokenizer nor tokens.
+    """
+    if not sample.tokens and getattr(state, "tokenizer", None) is None:
+        raise ValueError("the trainer's GenerateState has no tokenizer, and the sample has no tokens: one is needed")
+    prompt_ids = integration.prompt_ids(sample, state)
     if not sample.tokens:
         sample.tokens = list(prompt_ids)
+
+
+def _without_request(sample: TrainerSample, sampling_params: Mapping[str, Any]) -> TrainerSample:
+    """What can be answered without the trainer's options: a response that has all tokens that it may have.
+
+    Raises:
+        ValueError: a request is needed.
+    """
+    if sample.response_length != sampling_params.get("max_new_tokens"):
+        raise ValueError("args is None, and a request needs the router's address: pass the trainer's options")
+    sample.status = type(sample.status).TRUNCATED
+    return sample
 
 
 def _eos_ids(tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401  # the trainer's
@@ -166,13 +189,6 @@ def _settle_status(sample: TrainerSample) -> None:
     statuses = type(sample.status)
     if sample.status is statuses.PENDING:  # nothing could be written
         sample.status = statuses.ABORTED
-
-
-def _headers(integration: Integration, args: Args, sample: TrainerSample) -> dict[str, str]:
-    session = getattr(sample, "session_id", None)
-    if session and getattr(args, "router_policy", None) == integration.session_policy:
-        return {integration.session_header: session}
-    return {}
 
 
 def _experts(integration: Integration, args: Args) -> Experts | None:

@@ -1,4 +1,4 @@
-"""Settings of streamfold in slime and vime: ``streamfold_*`` attributes of ``args``, or ``STREAMFOLD_*`` variables.
+"""Settings of streamfold in trainers: ``streamfold_*`` attributes of ``args``, or ``STREAMFOLD_*`` variables.
 
 Set attributes in the file of ``--custom-config-path``, or environment variables of the same names in capitals.
 Attributes take precedence. ``none`` (in YAML ``null``) means no limit, where a setting allows that.
@@ -312,10 +312,12 @@ def markdown_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def config_file() -> str:
-    """A YAML file for ``--custom-config-path`` that gives every setting its default."""
+def config_file(*scopes: Scope) -> str:
+    """A YAML file for ``--custom-config-path`` that gives every setting of these scopes, or of all, its default."""
     parts = []
     for scope, title in _SCOPES.items():
+        if scopes and scope not in scopes:
+            continue
         lines = [(f"{row.attribute}: {row.shown(none='null')}", row.meaning) for row in SETTINGS if row.scope == scope]
         width = max(len(line) for line, _ in lines)
         parts.append(f"# {title}\n" + "".join(f"{line:<{width}}  # {meaning}\n" for line, meaning in lines))

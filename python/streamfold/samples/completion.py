@@ -64,6 +64,8 @@ class CompletionOptions:
             None: not sent.
         prompt_token_ids: whether to request the ids of prompts that are text. A sample can then be resumed instead of
             restarted; SGLang repeats the ids in each event.
+        indexer_topk: whether to request the positions that the indexers of a sparse attention chose (SGLang's
+            ``return_indexer_topk``), for samples with ``rollout_indexer_topk``.
         extra: further keys of each request, or a function that is called for each request to give them. ``text``,
             ``input_ids``, ``token_ids`` or ``prompt`` among them replaces the sample's prompt. In a mapping it is the
             same for each request, so an aborted response is restarted; a function can add the generated tokens.
@@ -86,6 +88,7 @@ class CompletionOptions:
     tokenizer: Tokenizer | None = None
     stop_ids: set[int] | None = None
     prompt_token_ids: bool = False
+    indexer_topk: bool = False
     headers: Mapping[str, str] | None = None
     routing_header: str | None = AUTO
     extra: Extra | None = None
@@ -258,6 +261,7 @@ class _Completion:
             tokenizer=options.tokenizer if options.tokenizer is not None else internals.tokenizer,
             eos_ids=set() if options.stop_ids is None else options.stop_ids,
             has_experts=self._has_experts,
+            has_indexer=options.indexer_topk,
             restarts_penalties=options.resume_penalties == "restart",
             has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & PROMPT_KEYS),
             max_new_tokens_per_turn=budgets[0],
@@ -354,6 +358,8 @@ class _Completion:
         """The ids to send, if the prompt is sent as ids, and the further keys of the request."""
         sample, extra = self._sample, self._options.extra
         keys = dict((extra() if callable(extra) else extra) or {})
+        if self._options.indexer_topk:
+            keys["return_indexer_topk"] = True
         if keys.keys() & PROMPT_KEYS:
             return None, keys
         keys |= self._images
@@ -444,18 +450,19 @@ class _Completion:
         add_counts(self._sample, lost_side_data=len(generation.token_ids))
         self._abort_sample()
         if finished:
-            raise EngineError(
-                f"the engine's last event has no {missing}, which were requested: start the engine with their flag",
-                partial=generation,
-            )
+            lacking = self._engine_spec.lacking(missing)
+            raise EngineError(f"the engine's last event has no {lacking}", partial=generation)
 
     def _missing_side_data(self, generation: Generation) -> str | None:
-        """Name requested side data that was not received; it is sent with the terminal event alone."""
-        if len(generation.token_ids) and generation.top_p is None and expects_top_p(self._params):
-            return "top-p ids"  # tokens without them cannot be replayed
-        finished = generation.finish_reason in ("stop", "length")
-        lacks_experts = self._has_experts and generation.routed_experts is None
-        return "routed experts" if finished and lacks_experts else None
+        """Name requested side data without which the generation's tokens are of no use."""
+        if "top_p" in generation.missing:
+            return "top_p"  # tokens without them cannot be replayed
+        if generation.finish_reason in ("stop", "length"):  # otherwise the next call brings the rows of all tokens
+            if self._has_experts and generation.routed_experts is None:
+                return "routed_experts"
+            if self._options.indexer_topk and "indexer_topk" not in generation.meta:
+                return "indexer_topk"
+        return None
 
     def _abort_sample(self) -> None:
         self._sample.status = type(self._sample.status)["ABORTED"]

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     Int32 = npt.NDArray[np.int32]
     ExpertIds = npt.NDArray[Any]  # int32, uint8 or uint16
 
 __all__ = [
-    "adds_rows", "expert_array", "join_experts", "kept_experts", "kept_rows", "padded_rows", "signed_experts",
+    "adds_rows", "count_rows", "expert_array", "join_experts", "kept_experts", "kept_rows", "padded_rows",
+    "signed_experts",
 ]  # fmt: skip
 
 _DTYPES: Final = (np.dtype(np.int32), np.dtype(np.uint8), np.dtype(np.uint16))
@@ -56,19 +55,44 @@ def signed_experts(experts: ExpertIds) -> Int32:
     return signed
 
 
-def kept_rows(sample: Any) -> int:  # noqa: ANN401  # ours or a host's
-    """The number of rows that a sample has."""
-    kept = getattr(sample, "rollout_routed_experts", None)
-    if kept is None:
+def count_rows(sample: Any, name: str) -> int:  # noqa: ANN401  # ours or a host's
+    """How many rows a field of a sample has; nothing is loaded for that. 0 if the field is None or not there."""
+    values = getattr(sample, name, None)
+    if values is None:
         return 0
-    count: Callable[[], int] | None = getattr(sample, "get_rollout_routed_experts_length", None)
-    return len(kept) if count is None else count()
+    if _is_of_parts(values):
+        return sum(int(part.shape[0]) for part in values)
+    shape = getattr(values, "shape", None)
+    return len(values) if shape is None else int(shape[0])
+
+
+def kept_rows(sample: Any) -> int:  # noqa: ANN401  # ours or a host's
+    """The number of rows of routed experts that a sample has."""
+    return count_rows(sample, "rollout_routed_experts")
 
 
 def kept_experts(sample: Any) -> Any:  # noqa: ANN401  # ours or a host's
-    """The rows that a sample has, in one piece; None if it has none."""
-    load = getattr(sample, "materialize_rollout_routed_experts", None)
-    return getattr(sample, "rollout_routed_experts", None) if load is None else load(replace=False)
+    """The routed experts that a sample has as one array, loaded from where they are; None if it has none."""
+    values = getattr(sample, "rollout_routed_experts", None)
+    if values is None:
+        return None
+    materialize = getattr(sample, "materialize_rollout_routed_experts", None)
+    if materialize is not None:
+        return _array(materialize(replace=False))
+    if _is_of_parts(values):
+        return np.concatenate([_array(part) for part in values])
+    return _array(values.load() if hasattr(values, "load") else values)
+
+
+def _is_of_parts(values: Any) -> bool:  # noqa: ANN401  # a host's
+    """Whether it is a list of tensors with several rows each, rather than of rows."""
+    if not isinstance(values, (list, tuple)) or not values:
+        return False
+    return all(len(getattr(part, "shape", ())) == 3 for part in values)
+
+
+def _array(values: Any) -> ExpertIds:  # noqa: ANN401  # an array, a tensor, or nested lists
+    return expert_array(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
 
 
 def join_experts(kept: Any, new: ExpertIds) -> ExpertIds:  # noqa: ANN401  # an array, or a host's lists

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any, Final
 
+from streamfold.samples.appending import append_of
 from streamfold.samples.atomic import all_or_nothing
 from streamfold.samples.experts import adds_rows, join_experts, kept_experts, kept_rows, signed_experts
+from streamfold.samples.indexer import indexer_rows
 from streamfold.samples.metadata import LastWrite
 from streamfold.samples.sample import Sample
 from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform, has_generated
@@ -75,12 +77,12 @@ def _append(
     logprobs = generation.logprobs.tolist() if trainable and generation.logprobs is not None else None
     if not len(generation.token_ids) and sample.rollout_log_probs is None and sample.response_length:
         logprobs = None  # an empty list must not stand beside tokens that have no log-probabilities
-    sample.append_response_tokens(
+    append_of(sample)(
         args,
         tokens=generation.token_ids.tolist(),
         log_probs=logprobs,
         trainable=trainable,
-        meta_info={**meta_info(generation), **_beside_tokens(sample, generation)},
+        meta_info={**meta_info(generation), **_beside_tokens(sample, generation, args)},
         text=generation.text if generation.text is not None else text or "",
         update_terminal_info=generation.finish_reason is not None,
     )
@@ -178,11 +180,15 @@ def _speculation(reported: Mapping[str, Any]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
-def _beside_tokens(sample: SampleLike, generation: Generation) -> dict[str, Any]:
+def _beside_tokens(sample: SampleLike, generation: Generation, args: Any) -> dict[str, Any]:  # noqa: ANN401
     beside = _experts(sample, generation)
     if generation.top_p is not None:
         for key, array in zip(("top_p_token_ids", "top_p_token_offsets"), generation.top_p, strict=True):
             beside[key] = base64.b64encode(array.tobytes()).decode()
-    if isinstance(sample, Sample):
+    if hasattr(sample, "rollout_indexer_topk"):
+        count, layers = len(sample.tokens) + len(generation.token_ids), "rollout_indexer_topk_num_streams"
+        rows = indexer_rows(generation.meta, max(0, count - 1), getattr(args, layers, None))
+        beside |= {} if rows is None else {"indexer_topk": rows}
+    if isinstance(sample, Sample) or not hasattr(sample, "append_response_tokens"):
         beside["version_spans"] = generation.version_spans
     return beside

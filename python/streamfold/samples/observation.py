@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streamfold.engines.base import token_array
+from streamfold.samples.appending import append_of
 from streamfold.samples.atomic import all_or_nothing
 from streamfold.samples.metadata import LastWrite
 from streamfold.samples.validation import check_lengths
@@ -57,7 +58,7 @@ def append_observation(
         sample.status = statuses["TRUNCATED"]
         return False
     with all_or_nothing(sample):
-        sample.append_response_tokens(
+        append_of(sample)(
             args,
             tokens=ids,
             log_probs=None,

@@ -17,7 +17,8 @@ __all__ = ["restart", "rewind", "shorten"]
 # The fields that calls and rewards write, ours and the hosts'.
 _WRITTEN_FIELDS: Final = (
     "response", "response_length", "reward", "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets", "rollout_routed_experts", "weight_versions", "version_spans", "spec_info",
+    "rollout_top_p_token_offsets", "rollout_top_p_log_probs", "rollout_topk_token_ids", "rollout_topk_log_probs",
+    "rollout_routed_experts", "rollout_indexer_topk", "weight_versions", "version_spans", "spec_info",
     "prefix_cache_info", "prompt_tokens", "cached_tokens", "status",
 )  # fmt: skip
 
@@ -57,9 +58,10 @@ def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     sample.tokens = sample.tokens[: len(sample.tokens) - dropped]
     sample.response = sample.response[:characters]
     sample.response_length = tokens
-    ends = {"loss_mask": tokens, "rollout_log_probs": tokens}
-    if kept_rows(sample) >= len(sample.tokens):
-        cast("Any", sample).rollout_routed_experts = kept_experts(sample)[: len(sample.tokens) - 1]
+    rows = len(sample.tokens) - 1
+    ends = {"loss_mask": tokens, "rollout_log_probs": tokens, "rollout_indexer_topk": rows}
+    if kept_rows(sample) > rows:
+        cast("Any", sample).rollout_routed_experts = kept_experts(sample)[:rows]
     if (offsets := getattr(sample, "rollout_top_p_token_offsets", None)) is not None:
         ends |= {"rollout_top_p_token_ids": int(offsets[tokens]), "rollout_top_p_token_offsets": tokens + 1}
     for name, end in ends.items():

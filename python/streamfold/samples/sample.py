@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from streamfold.samples.experts import expert_array, join_experts, kept_rows, padded_rows, signed_experts
+from streamfold.samples.log_probs import log_probs_after
 from streamfold.samples.observation import append_observation
 from streamfold.samples.validation import (
     check_expert_rows,
@@ -160,7 +161,7 @@ class Sample:
         meta = meta_info or {}
         self.check()
         before, more = self.response_length, len(tokens)
-        log_probs_after = _log_probs_after(self, log_probs, more, trainable=trainable)
+        all_log_probs = log_probs_after(self, log_probs, more, trainable=trainable)
         top_p = _top_p_after(self, meta, more, trainable=trainable)
         experts = _experts_after(self, meta, more)
         mask = self.loss_mask if self.loss_mask is not None else [1] * before
@@ -171,7 +172,7 @@ class Sample:
         self.response += text or ""
         self.response_length = before + more
         self.loss_mask = [*mask, *[int(trainable)] * more]
-        self.rollout_log_probs = log_probs_after
+        self.rollout_log_probs = all_log_probs
         self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p
         self.rollout_routed_experts = experts
         spans = meta.get("version_spans", ())
@@ -235,20 +236,6 @@ class Sample:
 
 def _shape_of(values: Any) -> list[int]:  # noqa: ANN401  # a list or an array
     return list(getattr(values, "shape", None) or [len(values)])
-
-
-def _log_probs_after(sample: Sample, new: Sequence[float] | None, more: int, *, trainable: bool) -> list[float] | None:
-    kept = sample.rollout_log_probs
-    if new is None and not trainable and kept is not None:
-        new = [0.0] * more
-    if new is not None and len(new) != more:
-        raise ValueError(f"{len(new)} log_probs for {more} tokens")
-    if not more and sample.response_length:
-        return kept
-    before = sample.response_length if has_generated(sample) else 0
-    has, gets = kept is not None, new is not None
-    check_uniform("log-probabilities", before=before, has=has, more=more, gets=gets)
-    return kept if new is None else [*(kept or [0.0] * sample.response_length), *new]
 
 
 def _status_of(reason: Any) -> str:  # noqa: ANN401  # SGLang's is an object, a host's may be a word

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from streamfold.samples.detokenizer import DecodedText, Detokenizer
-from streamfold.samples.experts import kept_rows
+from streamfold.samples.experts import count_rows
 from streamfold.samples.merging import merge
 from streamfold.samples.metadata import LastWrite, TurnState, add_counts
 from streamfold.samples.reset import restart, rewind, shorten
@@ -72,6 +72,7 @@ class Turn:
         tokenizer: of the model; None: texts of several calls are concatenated.
         eos_ids: tokens that end any response. Those at which the engine is seen to stop are added.
         has_experts: whether routed experts are requested.
+        has_indexer: whether the rows of a sparse attention's indexers are.
         has_fixed_prompt: whether each request sends the same prompt, without the tokens generated so far: a response
             that was aborted is then restarted.
         restarts_penalties: whether a response with penalties is restarted, if the engine would count them anew in the
@@ -86,6 +87,7 @@ class Turn:
     tokenizer: Tokenizer | None
     eos_ids: set[int]
     has_experts: bool
+    has_indexer: bool = False
     has_fixed_prompt: bool = False
     restarts_penalties: bool = False
     max_new_tokens_per_turn: int | None = None
@@ -133,7 +135,7 @@ class Turn:
         stop = self._find_stop()
         status = self._rules.finish_status(self.tokens_left, self._last_token, stop)
         if status is not None:
-            if self._lacks_experts:
+            if self._lacks_rows:
                 return Verdict.RESTART  # no later call sends them
             self._finish(status, stop)
             return Verdict.FINISHED
@@ -305,10 +307,13 @@ class Turn:
         return self._rules.hidden_stop_token(self.sample.tokens[-1])
 
     @property
-    def _lacks_experts(self) -> bool:
-        has_rows = getattr(self.sample, "rollout_routed_experts", None) is not None
-        is_short = not has_rows or kept_rows(self.sample) != len(self.sample.tokens) - 1
-        return self.has_experts and self._last_token is not None and is_short
+    def _lacks_rows(self) -> bool:
+        """Whether rows beside the tokens were requested that an aborted call has not brought."""
+        if self._last_token is None:
+            return False
+        requested = {"rollout_routed_experts": self.has_experts, "rollout_indexer_topk": self.has_indexer}
+        whole = len(self.sample.tokens) - 1
+        return any(count_rows(self.sample, name) != whole for name, is_requested in requested.items() if is_requested)
 
     @property
     def _state(self) -> TurnState:

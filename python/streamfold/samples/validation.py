@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamfold.samples.experts import kept_rows
+from streamfold.samples.experts import count_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,9 +36,10 @@ def check_lengths(sample: SampleLike) -> None:
         if values is not None and len(values) != length:
             raise ValueError(f"{name} has {len(values)} entries, but response_length is {length}")
     _check_top_p(sample, length)
-    rows = kept_rows(sample)
-    if rows > max(0, total - 1):
-        raise ValueError(f"rollout_routed_experts has {rows} rows, but at most {max(0, total - 1)} fit {total} tokens")
+    for name in ("rollout_routed_experts", "rollout_indexer_topk"):
+        rows = count_rows(sample, name)
+        if rows > max(0, total - 1):
+            raise ValueError(f"{name} has {rows} rows, but at most {max(0, total - 1)} fit {total} tokens")
 
 
 def _check_top_p(sample: SampleLike, length: int) -> None:

@@ -1,4 +1,4 @@
-use numpy::{IntoPyArray, PyArray1, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{IntoPyArray, PyArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -6,9 +6,7 @@ use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use streamfold_core::{Matched, RoutedExperts};
 
 use crate::arrays::{float64_array, int32_array};
-
-/// A weight version, or None, and the tokens that it produced.
-type Span = (Option<String>, usize, usize);
+use crate::generation_fields::{Span, check_padded_rows, checked_experts, checked_top_p, covering_spans};
 
 const FINISH_REASONS: [&str; 3] = ["stop", "length", "abort"];
 
@@ -76,6 +74,12 @@ pub(crate) struct Generation {
     /// The number of logprobs that are the engine's substitute for minus infinity (0 unless ``clamped="keep"``).
     #[pyo3(get)]
     clamped_logprobs: usize,
+    /// What was requested and not received, by the names of the fields here; ``()`` if nothing is missing.
+    ///
+    /// Set by :class:`~streamfold.Client`: ``routed_experts``, ``top_p`` (if sampling is restricted),
+    /// ``prompt_token_ids``, and ``indexer_topk`` of ``meta``. Empty without tokens.
+    #[pyo3(get)]
+    missing: Py<PyTuple>,
     /// The most new tokens that one event of the stream had; 0 if none had tokens.
     ///
     /// More than one with speculative decoding, with a stream interval, and where the engine joined events.
@@ -91,7 +95,7 @@ impl Generation {
     #[new]
     #[pyo3(signature = (token_ids, logprobs=None, *, text=None, finish_reason=None, matched=None, routed_experts=None,
                         padded_rows=0, top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None,
-                        cached_tokens=None, clamped_logprobs=0, max_tokens_per_event=0,
+                        cached_tokens=None, clamped_logprobs=0, missing=Vec::new(), max_tokens_per_event=0,
                         meta=None))]
     #[allow(clippy::too_many_arguments, reason = "the fields of the contract")]
     fn new(
@@ -109,6 +113,7 @@ impl Generation {
         prompt_tokens: Option<u64>,
         cached_tokens: Option<u64>,
         clamped_logprobs: usize,
+        missing: Vec<String>,
         max_tokens_per_event: usize,
         meta: Option<Py<PyDict>>,
     ) -> PyResult<Self> {
@@ -160,6 +165,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            missing: PyTuple::new(py, missing)?.unbind(),
             max_tokens_per_event,
             raw_meta: Vec::new(),
             meta: given,
@@ -222,6 +228,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            missing,
             max_tokens_per_event,
             raw_meta: _,
             meta: _,
@@ -239,6 +246,7 @@ impl Generation {
         kwargs.set_item("prompt_tokens", prompt_tokens)?;
         kwargs.set_item("cached_tokens", cached_tokens)?;
         kwargs.set_item("clamped_logprobs", clamped_logprobs)?;
+        kwargs.set_item("missing", missing.bind(py).to_list())?; // of tuples only those of arrays are compared
         kwargs.set_item("max_tokens_per_event", max_tokens_per_event)?;
         kwargs.set_item("meta", self.meta(py)?)?;
         Ok((args, kwargs))
@@ -268,6 +276,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            missing,
             max_tokens_per_event,
             raw_meta: _,
             meta: _,
@@ -301,6 +310,9 @@ impl Generation {
         }
         if *padded_rows > 0 {
             counts.push(format!("padded_rows={padded_rows}"));
+        }
+        if !missing.bind(py).is_empty() {
+            counts.push(format!("missing={}", missing.bind(py).repr()?));
         }
         if *max_tokens_per_event > 1 {
             counts.push(format!("max_tokens_per_event={max_tokens_per_event}"));
@@ -371,6 +383,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
+            missing: PyTuple::empty(py).unbind(),
             max_tokens_per_event,
             raw_meta: meta,
             meta: PyOnceLock::new(),
@@ -403,74 +416,4 @@ fn clipped(value: &Bound<'_, PyAny>) -> PyResult<String> {
         Some((end, _)) => format!("{}…", &repr[..end]),
         None => repr,
     })
-}
-
-/// Spans in order and within the tokens; gaps get a span without a version.
-fn covering_spans(spans: Vec<Span>, count: usize) -> PyResult<Vec<Span>> {
-    let mut last = 0;
-    let mut covering = Vec::with_capacity(spans.len());
-    for (version, start, end) in spans {
-        if start < last || start > end || end > count {
-            let version = version.map_or("None".to_owned(), |version| format!("{version:?}"));
-            let message = format!(
-                "version_spans must be in order and within the {count} tokens, but {version} covers {start}..{end} \
-                 after a span that ends at {last}"
-            );
-            return Err(PyValueError::new_err(message));
-        }
-        if start == end {
-            continue;
-        }
-        if last < start {
-            covering.push((None, last, start));
-        }
-        covering.push((version, start, end));
-        last = end;
-    }
-    if last < count {
-        covering.push((None, last, count));
-    }
-    Ok(covering)
-}
-
-fn checked_experts(experts: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-    let dtype = experts.cast::<PyUntypedArray>().map(|array| array.dtype().to_string()).unwrap_or_default();
-    if streamfold_core::Dtype::from_name(&dtype).is_some() {
-        return Ok(experts.call_method1("copy", ("C",))?.unbind());
-    }
-    Err(PyValueError::new_err("routed_experts must be a numpy array of int32, uint8 or uint16"))
-}
-
-fn check_padded_rows(padded_rows: usize, experts: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-    if padded_rows == 0 {
-        return Ok(());
-    }
-    let rows = experts.map_or(Ok(0), PyAnyMethods::len)?;
-    if padded_rows <= rows {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(format!("padded_rows is {padded_rows}, but there are {rows} rows of routed experts")))
-}
-
-fn checked_top_p(
-    py: Python<'_>,
-    ids: &Bound<'_, PyAny>,
-    offsets: &Bound<'_, PyAny>,
-    count: usize,
-) -> PyResult<Py<PyTuple>> {
-    let (ids, offsets) = (int32_array("top_p", ids)?, int32_array("top_p", offsets)?);
-    let ends = offsets.readonly();
-    let ends = ends.as_slice()?;
-    let is_sound = ends.len() == count + 1
-        && ends[0] == 0
-        && ends.is_sorted()
-        && usize::try_from(ends[count]).is_ok_and(|end| end == ids.len());
-    if !is_sound {
-        let message = format!(
-            "top_p must have {} offsets (tokens + 1) that start at 0, never decrease, and end at the number of ids",
-            count + 1
-        );
-        return Err(PyValueError::new_err(message));
-    }
-    Ok(PyTuple::new(py, [ids.into_any(), offsets.into_any()])?.unbind())
 }

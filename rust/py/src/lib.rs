@@ -6,6 +6,7 @@ mod event;
 mod exchange;
 mod experts;
 mod generation;
+mod generation_fields;
 mod options;
 mod parser;
 mod protocol;

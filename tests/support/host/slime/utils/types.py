@@ -79,8 +79,11 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_topk_token_ids: npt.NDArray[np.int32] | None = None  # of score centering, as the next one
+    rollout_topk_log_probs: npt.NDArray[np.float32] | None = None
     rollout_top_p_token_ids: npt.NDArray[np.int32] | None = None
     rollout_top_p_token_offsets: npt.NDArray[np.int32] | None = None
+    rollout_top_p_log_probs: npt.NDArray[np.float32] | None = None
     rollout_routed_experts: npt.NDArray[np.int32] | None = None
     remove_sample: bool = False
     status: Status = Status.PENDING
@@ -219,7 +222,8 @@ class Sample:
                 self.status = self.Status.ABORTED
 
     def _check_lengths(self) -> None:
-        found = {"loss_mask": self.loss_mask, "rollout_log_probs": self.rollout_log_probs}
+        names = ("loss_mask", "rollout_log_probs", "rollout_topk_token_ids", "rollout_topk_log_probs")
+        found = {name: getattr(self, name) for name in names}
         lengths = {name: len(values) for name, values in found.items() if values is not None}
         if self.rollout_top_p_token_offsets is not None:
             lengths["rollout_top_p_token_offsets, less one,"] = len(self.rollout_top_p_token_offsets) - 1
