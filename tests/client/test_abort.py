@@ -393,6 +393,27 @@ async def test_a_cancel_drains_as_an_abort_does(speech: Speech) -> None:
             assert (await call.abort()).routed_experts is not None
 
 
+@drains
+async def test_a_host_that_sets_its_flag_and_cancels_has_aborted_once(speech: Speech) -> None:
+    """The cancel ended the drain of the abort that the flag had begun, and side data was lost."""
+    reads: list[None] = []
+
+    def aborted() -> bool:  # set from the second reading on, right after the request has left
+        reads.append(None)
+        return len(reads) > 1
+
+    async with speech.replay() as server:
+        server.routes[speech.path] = obeys(speech, server, with_experts([3], 3), after=0.3)
+        async with speech.client(server.url, experts=EXPERTS) as client:
+            call = client.start(PROMPT, {"max_new_tokens": 9}, aborted=aborted)
+            waiter = asyncio.ensure_future(client_wait(call))
+            await until(lambda: call.aborting)
+            waiter.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiter
+            assert (await call.abort()).routed_experts is not None
+
+
 async def test_a_timeout_around_a_call_aborts_it(speech: Speech) -> None:
     async with speech.replay(speech.running) as server, speech.client(server.url) as client:
         with pytest.raises(asyncio.TimeoutError):

@@ -17,6 +17,7 @@ import pytest
 from streamfold import EngineTimeout, StreamTruncated, miles
 from streamfold.integrations.settings import SETTINGS, Settings
 from streamfold.loopback import Loopback
+from streamfold.samples.metadata import OWN_KEYS
 from support.host.slime.utils.processing_utils import IMAGE_TOKENS
 from support.miles import arguments, installed
 from support.miles.calls import PARAMS, ask, ask_legacy, partial, response_of, sample_of, spans, state_of

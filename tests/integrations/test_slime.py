@@ -15,7 +15,6 @@ import pytest
 from streamfold import slime, vime
 from streamfold.integrations.settings import Settings
 from streamfold.loopback import Loopback
-from streamfold.samples.metadata import FINISHED_AS
 from streamfold.samples.reset import restart
 from support.host import engine, installed
 from support.host.slime.observability import trace_utils
@@ -302,7 +301,7 @@ def test_samples_of_a_slime_that_is_too_old_are_refused_with_the_release_that_is
 async def test_without_the_trainers_options_a_response_that_is_complete_is_answered(newer: None) -> None:
     sample = await ask(None, partial(1, 2), {"max_new_tokens": 2})  # type: ignore[arg-type]
     assert (sample.status, sample.response_length) == (Status.TRUNCATED, 2)
-    noted = partial(1, 2, metadata={FINISHED_AS: {"at": 2, "as": "COMPLETED"}})
+    noted = partial(1, 2, metadata={"streamfold_written": [3, 2, 2, "COMPLETED", None]})
     assert (await ask(None, noted)).status is Status.COMPLETED  # type: ignore[arg-type]
 
 

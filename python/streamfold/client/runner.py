@@ -86,6 +86,7 @@ class CallRunner:
         self._slots = slots
         self._registry = registry
         self._is_aborting = False
+        self._has_host_begun = False  # the abort, by its flag alone
         self._host_abort = host_abort
         self._retry_log = retry_log
         self._missing = missing
@@ -175,7 +176,10 @@ class CallRunner:
         if self.ended.done():
             return
         if self._is_aborting:
-            self._attempt.end_drain()
+            if self._has_host_begun and drain is None:
+                self._has_host_begun = False  # the host sets its flag and cancels the task: one abort
+            else:
+                self._attempt.end_drain()
             return
         self._is_aborting = True
         if self._slot is not None:
@@ -344,6 +348,7 @@ class CallRunner:
     def check_abort(self) -> bool:
         """Whether no request may leave any more. Reads the host's flag, and aborts the call if it is set."""
         if not self._is_aborting and not self.ended.done() and self.is_host_aborting():
+            self._has_host_begun = True
             self.abort_soon()
         return self._is_aborting
 

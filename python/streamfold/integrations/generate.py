@@ -52,15 +52,14 @@ async def generate_sample(
         state: the trainer's ``GenerateState``; None: the one that it keeps for the process.
     """
     integration.check(args, sample, sampling_params, evaluation=evaluation)
-    if args is None:  # as tests of a trainer's contracts call
-        check_ready(sample)
-        return _without_request(sample, sampling_params)
     params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
     limit = params.get("max_new_tokens")
     open_turn(sample, limit)
     if is_finished(sample) and LastWrite.of(sample) is not None:
         return sample
     check_ready(sample)
+    if args is None:  # as tests of a trainer's contracts call
+        return _without_request(sample, sampling_params)
     enter(sample)
     if state is None:
         state = integration.rollout_module.GenerateState(args)
