@@ -27,7 +27,10 @@ def test_the_defaults_are_those_of_the_objects_that_are_configured() -> None:
     assert settings == Settings()
     assert (settings.timeouts, settings.limits, settings.retries) == (Timeouts(), Limits(), Retries())
     usual = RolloutConfig(groups=1)
-    for name in ("keep_finished", "max_staleness", "abort_seconds", "max_failures", "group_tries"):
+    for name in (
+        "keep_finished", "max_staleness", "stale", "abort_seconds", "reward_seconds", "sample_seconds",
+        "sample_retries", "max_failures", "max_failure_rate", "group_tries", "max_groups_drawn",
+    ):  # fmt: skip
         assert getattr(settings, name) == getattr(usual, name)
 
 
@@ -56,6 +59,8 @@ def test_an_attribute_takes_precedence_over_a_variable_and_both_over_the_default
         ("max_staleness", "null", None),
         ("max_staleness", "", None),
         ("in_flight", "4", 4),
+        ("max_failures", None, None),
+        ("max_failure_rate", "0.5", 0.5),
         ("extra", '{"lora_path": "math", "priority": 3}', {"lora_path": "math", "priority": 3}),
         ("extra", {"cache_salt": "a"}, {"cache_salt": "a"}),
         ("extra", None, None),
@@ -91,11 +96,12 @@ def test_values_are_read_from_python_yaml_and_the_shell(
         ("tries", "60.9", "must be a whole number, 1 or more, or none; not '60.9'"),
         ("concurrency", Decimal("60.9"), r"must be a whole number, 1 or more; not Decimal\('60.9'\)"),
         ("concurrency", np.float32(60.9), r"must be a whole number, 1 or more; not .*60.9\)?"),
-        ("max_failures", Fraction(1, 2), r"must be a whole number, 0 or more; not Fraction\(1, 2\)"),
+        ("max_failures", Fraction(1, 2), r"must be a whole number, 0 or more, or none; not Fraction\(1, 2\)"),
         ("tries", [1], r"must be a whole number, 1 or more, or none; not \[1\]"),
         ("concurrency", None, "must be a whole number, 1 or more; not None"),
         ("timeout_connect", -1, "must be a number of seconds, 0 or more, or none; not -1"),
         ("timeout_connect", "inf", "must be a number of seconds, 0 or more, or none; not 'inf'"),
+        ("max_failure_rate", "x", "must be a number, 0 or more, or none; not 'x'"),
         ("drain", "nan", "must be a number of seconds, 0 or more; not 'nan'"),
         ("drain", "none", "must be a number of seconds, 0 or more; not 'none'"),
         ("in_flight", 0, "must be a whole number, 1 or more, or none; not 0"),

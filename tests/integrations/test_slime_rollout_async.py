@@ -178,7 +178,7 @@ class Verdict:
 
 
 def test_a_group_that_is_too_stale_restarts(host: None) -> None:
-    args = scripted(Scripted({0: [(1, "hang")]}), streamfold_max_staleness=1)
+    args = scripted(Scripted({0: [(1, "hang")]}), streamfold_max_staleness=1, streamfold_stale="restart")
     source = entry_module().DataSource(args)
     seen = []
     for rollout_id in range(4):
@@ -188,6 +188,20 @@ def test_a_group_that_is_too_stale_restarts(host: None) -> None:
         (old,) = [sample for (sample,) in waiting if sample.index == 0]
         seen.append((old.response, old.metadata["start_rollout_id"]))
     assert seen == [("x", 0), ("xx", 0), ("x", 2), ("xx", 2)]
+
+
+def test_stale_tokens_are_masked_in_the_trainers_samples(host: None) -> None:
+    args = scripted(
+        Scripted({0: [(1, "hang"), (1, Status.COMPLETED)]}), streamfold_max_staleness=1, rollout_batch_size=1
+    )
+    args.streamfold_in_flight = 2
+    source = entry_module().DataSource(args)
+    first = given(args, 0, source)
+    entry_module().close_rollout()
+    ((sample,),) = given(args, 2, source)
+    assert (first[0][0].index, sample.index, sample.response) == (1, 0, "xx")
+    assert sample.metadata["streamfold_call_versions"] == [[0, 0, 1], [2, 1, 2]]
+    assert sample.loss_mask == [0, 1]
 
 
 def test_evaluation_runs_in_the_event_loop_of_the_groups_in_flight(host: None) -> None:
@@ -219,7 +233,7 @@ def test_after_an_error_everything_goes_back_and_the_next_call_starts_a_new_pool
 ) -> None:
     caplog.set_level(logging.WARNING)
     generate = Scripted({index: [(1, OSError("tool")), (1, Status.COMPLETED)] for index in range(4)})
-    args = scripted(generate, streamfold_max_failures=1)
+    args = scripted(generate, streamfold_max_failures=1, streamfold_sample_retries=0)
     source = entry_module().DataSource(args)
     with pytest.raises(StreamfoldError, match="max_failures") as caught:
         given(args, 0, source)

@@ -391,7 +391,7 @@ def test_finished_groups_beyond_the_batch_wait_unless_the_setting_drops_them(
 def test_a_failed_group_goes_back_and_too_many_end_the_rollout(host: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     failing = Scripted({0: [(1, OSError("tool")), (1, Status.COMPLETED)]})
-    args = scripted(failing, partial_rollout=True, streamfold_max_failures=1)
+    args = scripted(failing, partial_rollout=True, streamfold_max_failures=1, streamfold_sample_retries=0)
     source = RolloutDataSourceWithBuffer(args)
     (((other,),), metrics), (((sample,),), _) = rolled(args, source, 0), rolled(args, source, 1)
     assert (other.index, sample.index, sample.response) == (1, 0, "xx")
@@ -407,7 +407,13 @@ def test_a_failed_group_goes_back_and_too_many_end_the_rollout(host: None, caplo
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_staleness", "x"), ("max_failures", None), ("group_tries", 1.5), ("abort_seconds", "soon")],
+    [
+        ("max_staleness", "x"),
+        ("group_tries", None),
+        ("group_tries", 1.5),
+        ("max_failure_rate", 2),
+        ("abort_seconds", "soon"),
+    ],
 )
 def test_an_invalid_setting_is_refused_by_name(host: None, name: str, value: Any) -> None:
     args = scripted(Scripted(), **{f"streamfold_{name}": value})

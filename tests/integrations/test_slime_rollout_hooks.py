@@ -141,6 +141,34 @@ def test_samples_that_one_generate_call_made_are_judged_in_one_call() -> None:
     assert metrics["streamfold/rewards"] == 4
 
 
+def test_what_the_trainer_reads_of_a_dict_of_rewards_must_be_a_number(caplog: pytest.LogCaptureFixture) -> None:
+    """Other values may be anything: the trainer's own judges put the parsed answer there."""
+    answers: list[Any] = [{"score": None, "acc": 1.0}, {"acc": 1.0}, {"score": 0.5, "pred": None}]
+
+    async def reward(args: Any, sample: Sample) -> Any:
+        return answers.pop(0)
+
+    args = scripted(Scripted(), custom_rm_path=reward, reward_key="score")
+    ((sample,),), metrics = rolled(args)
+    assert sample.reward == {"score": 0.5, "pred": None}
+    assert metrics["streamfold/groups/failed"] == 2
+    assert "the reward['score'] of sample 0 is None: it must be a finite number" in caplog.text
+
+
+def test_hooks_see_a_sample_that_its_time_limit_ends() -> None:
+    seen: list[tuple[int | None, str, int]] = []
+
+    async def replace(args: Any, sample: Sample) -> Sample:
+        seen.append((sample.index, sample.status.name, sample.response_length))
+        return Sample(**{**vars(sample), "label": "hooked"})
+
+    args = scripted(Scripted({0: [(1, "hang")]}), streamfold_sample_seconds=0.05, rollout_sample_hook_path=[replace])
+    ((sample,),), metrics = rolled(args)
+    assert (sample.label, sample.status.name, sample.reward) == ("hooked", "TRUNCATED", 1.0)
+    assert seen == [(0, "TRUNCATED", 1)]
+    assert metrics["streamfold/samples/timed_out"] == 1
+
+
 def test_a_reward_call_that_fails_or_is_short_is_retried_for_all_of_them() -> None:
     answers: list[Any] = [OSError("no reward"), [1.0], [1.0, 2.0]]
     generated: list[int | None] = []

@@ -269,7 +269,7 @@ async def test_a_generator_that_raises_loses_neither_its_siblings_nor_the_rollou
 ) -> None:
     source, rewards = Buffer(endless()), Counted()
     script = Scripted({0: (3, LookupError("a tool is gone")), 1: (2, Status.COMPLETED)})
-    options: dict[str, Any] = {"groups": 2, "partial_rollout": True, "reward": rewards}
+    options: dict[str, Any] = {"groups": 2, "partial_rollout": True, "reward": rewards, "sample_retries": 0}
     async with nothing_left():
         result = await bounded(rollout(script, **options).run(source, 4))
     assert [group[0].group_index for group in result.groups] == [1, 2]
@@ -368,7 +368,7 @@ async def test_a_group_begun_too_many_rollouts_ago_starts_again() -> None:
         script = Scripted({0: (3, "hang")}, wait=0.01)
         options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "partial_rollout": True}
         await bounded(rollout(script, **options).run(source, 5))
-        limited = options | {"max_staleness": max_staleness, "over_sampling": 1}
+        limited = options | {"max_staleness": max_staleness, "over_sampling": 1, "stale": "restart"}
         result = await bounded(rollout(Scripted(), **limited).run(source, 7))
         (sample, sibling) = result.groups[0]
         assert (sample.index, sample.response_length) == (0, 2 if restarted else 5)
@@ -398,8 +398,11 @@ def test_a_progress_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPa
     [
         ("groups", 0), ("over_sampling", 0), ("concurrency", -1), ("starts_per_ms", 0), ("reward_threads", 0),
         ("dp_size", 0), ("n_samples_per_prompt", 0), ("group_tries", 0), ("max_failures", -1), ("max_staleness", -1),
-        ("abort_seconds", -1.0), ("resume", "perhaps"), ("groups", 2.5), ("routing_header", "X Mine"),
-        ("extra", {"text": "x"}),
+        ("abort_seconds", -1.0), ("resume", "perhaps"), ("groups", 2.5), ("reward_seconds", -1.0),
+        ("reward_seconds", None), ("sample_seconds", 0), ("sample_seconds", -1.0), ("sample_retries", -1),
+        ("max_failure_rate", 1.5), ("max_failure_rate", "0.5"), ("max_failure_rate", True), ("max_groups_drawn", 0),
+        ("stale", "mask"),
+        ("routing_header", "X Mine"), ("extra", {"text": "x"}),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_by_its_name(field: str, value: Any) -> None:

@@ -127,7 +127,7 @@ async def test_without_partial_rollouts_a_pause_lets_what_it_cut_start_again() -
 
 async def test_a_partial_group_that_is_too_old_starts_again_instead_of_being_gone_on_with() -> None:
     source, script = Buffer(groups_of(1)), Scripted({0: (3, "hang")})
-    async with pool_of(script, source, max_staleness=1) as pool:
+    async with pool_of(script, source, max_staleness=1, stale="restart") as pool:
         for version in (1, 2):
             await until(lambda: script.running == 1)
             await bounded(pool.pause())
@@ -150,7 +150,7 @@ def source_groups(source: Buffer) -> list[Any]:
 
 async def test_a_finished_group_that_has_waited_too_long_starts_again_and_is_not_lost() -> None:
     source, script = Buffer(groups_of(2)), Scripted()
-    async with pool_of(script, source, max_staleness=2) as pool:
+    async with pool_of(script, source, max_staleness=2, stale="restart") as pool:
         await until(lambda: pool.ready == 2)
         pool.version = 2
         assert len(await bounded(pool.next(1))) == 1
@@ -168,7 +168,7 @@ async def test_a_group_that_crashes_goes_back_and_is_told_of_while_the_others_go
 ) -> None:
     source = Buffer(endless())
     script = Scripted({0: (3, LookupError("a tool is gone"))})
-    async with nothing_left(), pool_of(script, source) as pool:
+    async with nothing_left(), pool_of(script, source, sample_retries=0) as pool:
         first = await bounded(pool.next(3))
         assert "a tool is gone" in caplog.text
         assert [group[0].group_index for group in first] == [1, 2, 3]
@@ -201,7 +201,7 @@ async def test_a_pool_in_which_everything_fails_ends_with_the_cause_and_gives_ev
 async def test_groups_that_fail_at_the_end_of_the_source_are_tried_again_but_not_for_ever() -> None:
     source = Buffer(groups_of(3))
     script = Scripted({0: (0, LookupError("always"))})
-    async with pool_of(script, source, group_tries=3) as pool:
+    async with pool_of(script, source, group_tries=3, sample_retries=0) as pool:
         given = await bounded(pool.next(3))
         assert [group[0].group_index for group in given] == [1, 2]
         assert await bounded(pool.next(1)) == []

@@ -141,7 +141,7 @@ async def test_a_reward_that_outlasts_the_abort_is_cancelled_and_computed_in_the
         return 1.0
 
     source, script = Buffer(endless()), Scripted()
-    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "abort_seconds": 0.05}
+    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "reward_seconds": 0.05}
     async with nothing_left():
         first = await bounded(rollout(script, **options).run(source, 0))
     assert [group[0].group_index for group in first.groups] == [1]
@@ -188,7 +188,7 @@ async def test_a_thread_that_outlasts_the_abort_is_told_of_and_its_result_thrown
         return 1.0
 
     source = Buffer(endless(1))
-    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "abort_seconds": 0.05}
+    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "reward_seconds": 0.05}
     before = threading.active_count()
     await bounded(rollout(Scripted(), **options).run(source, 0))
     assert "1 calls of the reward function are still running" in caplog.text
@@ -213,7 +213,7 @@ def test_a_thread_that_ends_after_its_event_loop_does_no_harm() -> None:
         return 1.0
 
     before = threading.active_count()
-    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "abort_seconds": 0.02}
+    options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "reward": reward, "reward_seconds": 0.02}
     asyncio.run(rollout(Scripted(), **options).run(Buffer(endless(1))))
     gate.set()
     deadline = time.monotonic() + 10

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.rollout.groups import restart_samples, sort_key, unfinished_samples
+from streamfold.rollout.rewards import check_reward
 from streamfold.samples.metadata import add_counts
 from streamfold.samples.status import is_finished
 
@@ -76,6 +77,13 @@ class SampleGenerator:
             self._reward_model.judge_together(made)
         return made
 
+    async def truncate(self, sample: TrainerSample, _sampling_params: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Finish a sample that has reached its time limit: the sample, or what the trainer's hooks made of it."""
+        sample.status = type(sample.status).TRUNCATED
+        if self._hooks is None:
+            return sample
+        return await _finish_despite_cancel(self._hooks(self._args, sample, evaluation=False))
+
     def _function(self, sample: TrainerSample) -> Callable[..., Awaitable[Any]]:
         path = getattr(sample, "generate_function_path", None)
         path = path or getattr(self._args, "custom_generate_function_path", None)
@@ -121,6 +129,7 @@ class RewardModel:
     def __init__(self, integration: Integration, args: Args) -> None:
         self._integration = integration
         self._args = args
+        self._key = getattr(args, "reward_key", None)
         self._batches: dict[int, _Batch] = {}  # by the id of each sample
 
     def judge_together(self, samples: list[TrainerSample]) -> None:
@@ -136,7 +145,19 @@ class RewardModel:
                 self.judge_together(element)
 
     async def __call__(self, judged: TrainerSample | list[TrainerSample]) -> Any:  # noqa: ANN401
-        """The reward of a sample, or the rewards of a list of them."""
+        """The reward of a sample, or the rewards of a list of them.
+
+        Raises:
+            ValueError: what ``--reward-key`` names in a dict is no number.
+        """
+        reward = await self._judge(judged)
+        samples, rewards = (judged, reward) if isinstance(judged, list) else ([judged], [reward])
+        for sample, each in zip(samples, rewards, strict=False):  # the rollout compares the lengths
+            if self._key and isinstance(each, dict):
+                check_reward(sample, each, self._key)
+        return reward
+
+    async def _judge(self, judged: TrainerSample | list[TrainerSample]) -> Any:  # noqa: ANN401
         rm_hub: Any = self._integration.module("rollout.rm_hub")
         if isinstance(judged, list):
             return await rm_hub.batched_async_rm(self._args, judged)

@@ -23,7 +23,7 @@ import orjson
 from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.client.urls import bearer
 from streamfold.engines.base import PROMPT_KEYS, common_extra
-from streamfold.rollout.config import RolloutConfig
+from streamfold.rollout.config import RolloutConfig, Stale
 from streamfold.samples.completion import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
 
 if TYPE_CHECKING:
@@ -59,9 +59,15 @@ _SCOPES: Final[dict[Scope, str]] = {
 
 
 def _setting(
-    default: T, meaning: str, *, scope: Scope = "all", minimum: int | None = None, is_secret: bool = False
+    default: T,
+    meaning: str,
+    *,
+    scope: Scope = "all",
+    minimum: int | None = None,
+    unit: str = "of seconds",
+    is_secret: bool = False,
 ) -> T:
-    metadata = {"meaning": meaning, "scope": scope, "minimum": minimum, "is_secret": is_secret}
+    metadata = {"meaning": meaning, "scope": scope, "minimum": minimum, "unit": unit, "is_secret": is_secret}
     return field(default=default, repr=not is_secret, metadata=metadata)
 
 
@@ -117,9 +123,16 @@ class Settings:
     )
     max_staleness: int | None = _setting(
         RolloutConfig.max_staleness,
-        "a group started more than this many rollouts ago restarts from its prompt",
+        "how many rollouts older than its batch a token may be; a fully asynchronous rollout starts no more groups "
+        "than that",
         scope="rollout",
         minimum=0,
+    )
+    stale: Stale = _setting(  # noqa: RUF009  # a field specifier
+        RolloutConfig.stale,
+        "tokens that are older are trained on masked (`keep_masked`) or as they are (`keep`), or their group is "
+        "dropped (`drop`) or restarted (`restart`)",
+        scope="rollout",
     )
     abort_seconds: float = _setting(
         RolloutConfig.abort_seconds,
@@ -127,15 +140,46 @@ class Settings:
         scope="rollout",
         minimum=0,
     )
-    max_failures: int = _setting(
+    reward_seconds: float = _setting(
+        RolloutConfig.reward_seconds,
+        "seconds that rewards are waited for at the end of a rollout; later ones are computed in the next rollout",
+        scope="rollout",
+        minimum=0,
+    )
+    sample_seconds: float | None = _setting(
+        RolloutConfig.sample_seconds,
+        "seconds for which one sample is generated, in all rollouts; then it is truncated",
+        scope="rollout",
+        minimum=0,
+    )
+    sample_retries: int = _setting(
+        RolloutConfig.sample_retries,
+        "further tries of a sample whose generate function raised an error of its own",
+        scope="rollout",
+        minimum=0,
+    )
+    max_failures: int | None = _setting(
         RolloutConfig.max_failures,
         "groups that may fail in one rollout; they are retried in the next one",
         scope="rollout",
         minimum=0,
     )
+    max_failure_rate: float | None = _setting(
+        RolloutConfig.max_failure_rate,
+        "share of the groups of one rollout that may fail, once 16 were started",
+        scope="rollout",
+        minimum=0,
+        unit="",
+    )
     group_tries: int = _setting(
         RolloutConfig.group_tries,
         "rollouts in which a group may fail before it is dropped",
+        scope="rollout",
+        minimum=1,
+    )
+    max_groups_drawn: int | None = _setting(
+        RolloutConfig.max_groups_drawn,
+        "groups taken from the data source in one rollout, which ends with fewer then",
         scope="rollout",
         minimum=1,
     )
@@ -184,11 +228,12 @@ class Setting:
 
     Attributes:
         name: the field of :class:`Settings`; ``streamfold_`` before it is the attribute of ``args``.
-        kind: ``int``, ``float`` (seconds), ``bool``, ``str``, ``dict[str, str]``, ``dict[str, Any]``, or a
+        kind: ``int``, ``float``, ``bool``, ``str``, ``dict[str, str]``, ``dict[str, Any]``, or a
             ``Literal`` of the allowed words.
         is_optional: whether None is allowed.
         default: used if neither attribute nor variable is set.
         minimum: the smallest number allowed.
+        unit: what a ``float`` is a number of.
         scope: the functions that it concerns.
         is_secret: whether the value is never shown.
         meaning: one line for the documentation.
@@ -199,6 +244,7 @@ class Setting:
     is_optional: bool
     default: Value
     minimum: int | None
+    unit: str
     scope: Scope
     is_secret: bool
     meaning: str
@@ -217,6 +263,7 @@ class Setting:
     def expected(self) -> str:
         """What a value must be, for error messages."""
         words = _WORDS.get(self.kind) or f"one of {', '.join(get_args(self.kind))}"
+        words = f"a number {self.unit}".rstrip() if self.kind is float else words
         words = "a text" if self.is_secret and self.kind is str else words
         words += "" if self.minimum is None else f", {self.minimum} or more"
         return f"{words}, or none" if self.is_optional else words

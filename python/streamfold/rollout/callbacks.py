@@ -11,7 +11,8 @@ from streamfold.samples.sample import Sample
 __all__ = ["Filter", "Generate", "Reward", "RewardFunction", "SampleFilter"]
 
 Reward: TypeAlias = float | dict[str, Any] | None
-"""A sample's reward; None if the reward function has set ``sample.reward`` itself."""
+"""A sample's reward: a finite number, also of numpy or torch, or a dict. In a dict every number must be finite, and
+there must be one; what is no number is a note. None if the reward function has set ``sample.reward`` itself."""
 
 RewardFunction: TypeAlias = (
     Callable[[Sample], Reward | Awaitable[Reward]] | Callable[[Group], Sequence[Reward] | Awaitable[Sequence[Reward]]]
@@ -31,6 +32,10 @@ class Generate(Protocol):
     An optional attribute ``abort_mode`` says how an abort ends it: ``"request"``: by cancelling its task, after which
     the sample must hold what was received. Anything else: by aborting all requests on the engines, after which it
     returns by itself. It may also be a function of the sample that returns one of these.
+
+    At ``RolloutConfig.sample_seconds`` its task is cancelled, whatever the mode, and the sample must hold what was
+    received. An optional method ``async truncate(sample, sampling_params)`` finishes such a sample, and returns it or
+    a list of samples made of it; without this method the sample just gets the status TRUNCATED.
     """
 
     def __call__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from streamfold.client.fields import with_fields
 from streamfold.client.limits import check_seconds
@@ -16,13 +16,15 @@ from streamfold.samples.routing import AUTO, check_routing_header
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["RolloutConfig"]
+__all__ = ["RolloutConfig", "Stale"]
+
+Stale = Literal["keep_masked", "keep", "drop", "restart"]
 
 _AT_LEAST_1: Final = (
     "groups", "n_samples_per_prompt", "over_sampling", "concurrency", "starts_per_ms", "reward_threads", "dp_size",
-    "group_tries",
+    "group_tries", "max_groups_drawn",
 )  # fmt: skip
-_AT_LEAST_0: Final = ("max_failures", "max_staleness")
+_AT_LEAST_0: Final = ("max_failures", "max_staleness", "sample_retries")
 _REPR: Final = reprlib.Repr()
 _MAX_VALUE: Final = 60  # characters of one setting in a repr
 _MAX_REPR: Final = 300  # characters of a repr
@@ -52,7 +54,10 @@ class RolloutConfig:
             is not called for a group with an unfinished sample.
         reward_threads: how many threads run a reward function that is not ``async`` at the same time.
         abort_seconds: how long the abort at the end of a rollout may take, in seconds: for engines to end their
-            requests, for rewards that are being computed, for generate functions to return. Then they are cancelled.
+            requests, for generate functions to return. Then they are cancelled.
+        reward_seconds: how long rewards that are being computed at the end of a rollout may take, in seconds from the
+            beginning of the abort. Then they are cancelled, and computed in the next rollout. Rewards of groups that
+            are going to be dropped, or restarted as a whole, are not waited for.
         resume: what the built-in generate function does when a stream breaks off; see :func:`~streamfold.complete`.
         resume_penalties: what the built-in generate function does with a partial response if its sampling has a
             penalty that the engine counts anew in each call; see ``CompletionOptions``. ``"continue"`` resumes it all
@@ -68,12 +73,30 @@ class RolloutConfig:
         dp_size: number of data-parallel ranks of each engine. With more than 1 each sample gets the rank with the
             fewest requests, and keeps it in all calls, turns and rollouts, until ``dp_size`` changes or an engine
             refuses the rank (sent as ``routed_dp_rank`` to SGLang 0.5.10 and newer, in a header to vLLM).
-        max_staleness: a group that was started more than this many rollouts ago (in a pool: weight versions) is
-            restarted from its prompt. None: no limit.
+        max_staleness: how many rollouts (in a pool: weight versions) may lie between the call that generated a token
+            and the batch that it is given in. A pool starts no more groups than can be given in that time; see
+            :class:`~streamfold.Pool`. None: no limit.
+        stale: what becomes of tokens that are older, of responses that take many rollouts. ``"keep_masked"`` sets their
+            loss mask to 0; a group that has no other token is dropped. ``"keep"`` leaves them as they are. ``"drop"``
+            drops their whole group. ``"restart"`` restarts it from its prompt; long responses may then never end, and
+            what is trained on is biased to short ones. Dropped groups are counted under the reason "stale".
         seed: sample i of each group gets ``sampling_seed = seed + i``. None: the engine chooses.
+        sample_seconds: how long one sample may be generated, in seconds, over all rollouts that resume it; waiting for
+            a place (``concurrency``) and its reward do not count. Then its generate function is cancelled, and the
+            sample is TRUNCATED with the tokens that it has: it gets its reward, and is never resumed. A sample without
+            any token fails instead. ``metadata["streamfold_timed_out"]`` and ``streamfold/samples/timed_out`` count it.
+            None: no limit.
+        sample_retries: how often the generate function is called again for a sample for which it raised an exception
+            of its own, before its group fails. With ``partial_rollout`` the sample is resumed, otherwise restarted from
+            its prompt. Not called again after ``ValueError`` and ``TypeError``, which would come again, nor after
+            errors of streamfold, whose requests were retried already.
         max_failures: how many groups may fail in one rollout. They are returned to the source and retried in the next
-            one. With one more the rollout ends with an error, as the groups are not the cause then.
+            one. With one more the rollout ends with an error, as the groups are not the cause then. None: no limit.
+        max_failure_rate: the share of the groups started in one rollout that may fail, 0 to 1, once 16 or more were
+            started; of fewer groups a share says little. None: no limit.
         group_tries: after failing in this many rollouts a group is dropped.
+        max_groups_drawn: how many groups are taken from the source in one rollout at most. A rollout whose filter drops
+            nearly all of them then ends with fewer than ``groups``, and says why. None: no limit.
         progress: whether to draw a progress bar, if stderr is a terminal.
 
     Raises:
@@ -93,6 +116,7 @@ class RolloutConfig:
     group_reward: bool = False
     reward_threads: int = 8
     abort_seconds: float = 30.0
+    reward_seconds: float = 30.0
     resume: Literal["continue", "restart", "raise"] = "continue"
     resume_penalties: ResumePenalties = "continue"
     logprobs: bool = True
@@ -102,9 +126,14 @@ class RolloutConfig:
     stop_ids: tuple[int, ...] = ()
     dp_size: int = 1
     max_staleness: int | None = None
+    stale: Stale = "keep_masked"
     seed: int | None = None
-    max_failures: int = 8
+    sample_seconds: float | None = None
+    sample_retries: int = 1
+    max_failures: int | None = None
+    max_failure_rate: float | None = 0.25
     group_tries: int = 3
+    max_groups_drawn: int | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -114,14 +143,29 @@ class RolloutConfig:
                 if value is not None and (type(value) is not int or value < least):
                     raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
         check_seconds("abort_seconds", self.abort_seconds, optional=False)
+        check_seconds("reward_seconds", self.reward_seconds, optional=False)
+        self._check_limits()
         if self.mask_offpolicy and not self.partial_rollout:
             raise ValueError("mask_offpolicy needs partial_rollout: without it no response is resumed")
         if self.resume not in ("continue", "restart", "raise"):
             raise ValueError(f'resume must be "continue", "restart" or "raise", not {self.resume!r}')
+        if self.stale not in get_args(Stale):
+            raise ValueError(f"stale must be one of {', '.join(get_args(Stale))}, not {self.stale!r}")
         check_resume_penalties(self.resume_penalties)
         check_routing_header(self.routing_header)
         common_extra(self.extra)
         with_fields((), self.headers)
+
+    def _check_limits(self) -> None:
+        check_seconds("sample_seconds", self.sample_seconds, optional=True)
+        if self.sample_seconds == 0:
+            raise ValueError("sample_seconds must be more than 0, or None for no limit")
+        rate = self.max_failure_rate
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1):
+            raise ValueError(f"max_failure_rate must be a share from 0 to 1, or None for no limit, not {rate!r}")
+        drawn = self.max_groups_drawn
+        if drawn is not None and drawn < self.groups:
+            raise ValueError(f"max_groups_drawn is {drawn}, but a rollout needs {self.groups} groups")
 
     def __repr__(self) -> str:
         """Only the settings that differ from their defaults, shortened."""

@@ -11,6 +11,7 @@ from streamfold.engines.base import with_extra
 from streamfold.errors import EngineError
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.metadata import DP_RANK, metadata_of, own_metadata, remove_keys
+from streamfold.samples.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -96,6 +97,19 @@ class CompleteSample:
                 self._config.dp_size,
                 error,
             )
+
+    async def truncate(self, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
+        """Finish a sample that has reached its time limit, with its whole text."""
+        internals = internals_of(self._client)
+        Turn(
+            sample=sample,
+            params=internals.engine_spec.normalize_params(sampling_params),
+            engine_spec=internals.engine_spec,
+            tokenizer=internals.tokenizer,
+            eos_ids=self._stop_ids,
+            has_experts=internals.experts is not None,
+        ).truncate()
+        return sample
 
     @contextlib.contextmanager
     def _counted(self, rank: int) -> Iterator[None]:

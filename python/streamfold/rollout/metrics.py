@@ -34,9 +34,12 @@ class RolloutStats:
         groups: ``done``: given to the trainer. ``aborted``: unfinished at the end of the rollout. ``put_back``: of all
             unfinished groups, those returned to the source, of which ``fresh`` without a token. ``kept``: finished, and
             returned for the next rollout. ``failed``: a generate or reward function raised. ``stale``: restarted
-            because of ``max_staleness``.
+            because of ``max_staleness``; those that were dropped for it are counted in ``dropped``.
         dropped: groups that were dropped, by reason.
+        drawn: groups that were taken from the source.
         samples: generations that were started, of which ``resumed`` continued a response of an earlier rollout.
+        retried: generations that were started again after the generate function had raised an error.
+        timed_out: samples that were truncated at ``sample_seconds``.
         tokens: tokens that were received, including the lost ones.
         kept: of those, tokens of unfinished samples that a later rollout resumes.
         lost: tokens that were dropped, because their side data was not received or their sample was restarted.
@@ -44,15 +47,20 @@ class RolloutStats:
         resumed_penalties: how often a call continued a response whose penalties the engine then counted anew.
         retries: how often a request was retried before its first token.
         rewards: samples that got a reward.
+        stale_tokens: tokens older than ``max_staleness`` in groups given to the trainer.
         staleness: of each group given to the trainer, in rollouts (in a pool: weight versions).
         abort_seconds: spent in aborts.
         is_dry: whether the source had too few groups.
+        is_drawn_out: whether ``max_groups_drawn`` groups were too few.
     """
 
     groups: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    drawn: int = 0
     samples: int = 0
     resumed: int = 0
+    retried: int = 0
+    timed_out: int = 0
     tokens: int = 0
     kept: int = 0
     lost: int = 0
@@ -60,9 +68,11 @@ class RolloutStats:
     resumed_penalties: int = 0
     retries: int = 0
     rewards: int = 0
+    stale_tokens: int = 0
     staleness: list[int] = field(default_factory=list)
     abort_seconds: float = 0.0
     is_dry: bool = False
+    is_drawn_out: bool = False
 
     @contextlib.contextmanager
     def generating(self, sample: Sample) -> Iterator[list[Sample]]:
@@ -105,11 +115,15 @@ class RolloutStats:
         values["groups/dropped"] = self.dropped.total()
         values |= {f"groups/dropped/{reason}": count for reason, count in self.dropped.items()}
         values |= {
+            "groups/drawn": self.drawn,
             "samples/started": self.samples,
             "samples/resumed": self.resumed,
+            "samples/retried": self.retried,
+            "samples/timed_out": self.timed_out,
             "tokens/generated": self.tokens,
             "tokens/kept": self.kept,
             "tokens/lost": self.lost,
+            "tokens/stale": self.stale_tokens,
             "resumes": self.resumes,
             "resumed_penalties": self.resumed_penalties,
             "retries": self.retries,
@@ -121,6 +135,7 @@ class RolloutStats:
             "staleness/mean": sum(self.staleness) / len(self.staleness) if self.staleness else 0.0,
             "staleness/max": max(self.staleness, default=0),
             "source_dry": self.is_dry,
+            "drawn_out": self.is_drawn_out,
         }
         return {f"streamfold/{name}": float(value) for name, value in values.items()}
 

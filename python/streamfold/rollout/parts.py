@@ -65,7 +65,9 @@ class RolloutParts:
             returns_all=returns_all,
         )
 
-    def scheduler(self, stats: RolloutStats, rewards: Rewards | None, engines: int) -> GroupScheduler:
+    def scheduler(
+        self, stats: RolloutStats, rewards: Rewards | None, engines: int, version: Callable[[], int] | None = None
+    ) -> GroupScheduler:
         """A scheduler in the running event loop."""
         return GroupScheduler(
             self.config,
@@ -75,6 +77,7 @@ class RolloutParts:
             abort_engines=self.client.abort_engines,
             on_abort=self.on_abort,
             stats=stats,
+            version=version,
         )
 
     async def count_engines(self) -> int:

@@ -10,6 +10,7 @@ from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.rollout import parts_of
 from streamfold.rollout.tasks import wait_all
+from streamfold.rollout.watch import StallWatch
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,8 +45,10 @@ class Pool:
 
     Args:
         rollout: client, configuration, reward, filter and generate functions. Of the configuration, ``groups`` is
-            not used except as the default of ``over_sampling``, ``max_staleness`` counts weight versions, and
-            ``max_failures`` counts from one call of :meth:`next` to the following one.
+            not used except as the default of ``over_sampling`` and as the size of a batch before the first call of
+            :meth:`next`, ``max_staleness`` counts weight versions, and
+            ``max_failures``, ``max_failure_rate`` and ``max_groups_drawn`` count from one call of :meth:`next` to the
+            following one.
         source: of groups. If it has ``done``, as a :class:`~streamfold.Buffer`, that is called with the groups that the
             trainer got.
         in_flight: how many groups are in flight. None: ``over_sampling`` of the configuration, or else its
@@ -53,9 +56,11 @@ class Pool:
         version: the initial :attr:`version`.
 
     Attributes:
-        version: the version of the weights, an integer that the trainer increases. It is set on samples as
-            ``metadata["start_rollout_id"]``; a group that was started more than ``max_staleness`` versions ago is
-            restarted from its prompt instead of being resumed or given to the trainer.
+        version: the version of the weights, an integer that the trainer increases by 1 for each batch that it takes. It
+            is set on samples as ``metadata["start_rollout_id"]``. With ``max_staleness`` no more groups are started
+            than can be given in time: ``max_staleness + 1`` batches, less the groups that are in flight, ready, or
+            given in this version; a batch is the ``n`` of the last :meth:`next`. Tokens that become staler all the
+            same, of responses that take many versions, are treated as ``config.stale`` says.
 
     Raises:
         ValueError: ``in_flight`` is below 1.
@@ -72,6 +77,8 @@ class Pool:
         self._scheduler: GroupScheduler | None = None  # None: paused
         self._worker: asyncio.Task[None] | None = None
         self._error: BaseException | None = _not_open()
+        self._batch = self._parts.config.groups  # the size of the last next()
+        self._delivered, self._delivered_version = 0, version  # groups that were given in that version
         self._wanted = 0  # groups that callers of next() wait for
         self._counted_retries = self._parts.client.retried
 
@@ -84,6 +91,8 @@ class Pool:
         self._started = asyncio.Event()  # wakes the worker
         self._lag = EventLoopLag(None, lambda: (0, ""))
         self._lag.start()
+        self._watch = StallWatch(self._tracker, self._stats, lambda: self._scheduler)
+        self._watch.start()
         self._error = None
         self.resume()
         return self
@@ -97,6 +106,7 @@ class Pool:
         finally:
             self._error = self._error or _not_open()
             self._lag.stop()
+            self._watch.stop()
             self._tracker.return_all()
             if self._rewards is not None:
                 self._rewards.warn_if_running()
@@ -122,14 +132,17 @@ class Pool:
         While the pool is paused this waits until :meth:`resume`, unless enough groups are ready.
 
         Returns:
-            The groups; fewer than ``n`` only if the source has no more and nothing is in flight.
+            The groups; fewer than ``n`` only if nothing is in flight, and the source has no more or
+            ``max_groups_drawn`` groups were taken since the last call. The log says which.
 
         Raises:
-            StreamfoldError: more than ``max_failures`` groups have failed since the last call.
+            StreamfoldError: more groups have failed since the last call than ``max_failures`` or ``max_failure_rate``
+                allow.
             Exception: what the source or the filter raised. In both cases every group has been returned to the source,
                 and the pool cannot be used any more.
         """
         tracker = self._tracker
+        self._batch = n or self._batch
         self._wanted += n
         try:
             await self._wait_until_ready(n)
@@ -142,13 +155,16 @@ class Pool:
         del tracker.ready[:n]
         for group in groups:
             tracker.deliver(group, self.version)
+        self._delivered += len(groups)
+        tracker.count_anew()
         self._start_groups()
         return groups
 
     async def pause(self) -> None:
         """Abort what is in flight, within ``config.abort_seconds``; nothing starts until :meth:`resume`.
 
-        Unfinished groups are returned to the source, and resumed later. Rewards that are being computed are waited for.
+        Unfinished groups are returned to the source, and resumed later. Rewards that are being computed are waited for
+        until ``config.reward_seconds``; later ones are computed when their group is resumed.
         """
         try:
             await self._stop()
@@ -158,7 +174,8 @@ class Pool:
     def resume(self) -> None:
         """Start groups again after :meth:`pause`, aborted ones first if the source gives them first."""
         if self._scheduler is None and self._error is None:
-            self._scheduler = self._parts.scheduler(self._stats, self._rewards, self._engines)
+            version = lambda: self.version  # noqa: E731  # of now, whenever it is called
+            self._scheduler = self._parts.scheduler(self._stats, self._rewards, self._engines, version)
             self._worker = asyncio.get_running_loop().create_task(self._work(self._scheduler), name="streamfold pool")
             self._worker.add_done_callback(lambda _worker: self._notify())
 
@@ -175,7 +192,7 @@ class Pool:
         """Wait until ``n`` groups are ready, or no more will be."""
         while True:
             await self._raise_error()
-            self._tracker.return_stale(self.version)
+            self._tracker.drop_stale(self.version)
             self._start_groups()
             if self.ready >= n:
                 return
@@ -184,8 +201,9 @@ class Pool:
             if self._scheduler is None or len(self._scheduler):
                 await self._changed.wait()
             elif not self._tracker.return_failed():
-                why = self._stats.explain_shortage()
-                _logger.warning("the source ran out: %d of %d groups are ready%s", self.ready, n, why)
+                why = self._tracker.note_shortage()
+                losses = self._stats.explain_shortage()
+                _logger.warning("%s: %d of %d groups are ready%s", why, self.ready, n, losses)
                 return
 
     async def _work(self, scheduler: GroupScheduler) -> None:
@@ -206,9 +224,9 @@ class Pool:
     def _start_groups(self) -> None:
         """Start as many groups as there is room for. An error of the source is raised by the next call."""
         scheduler, tracker = self._scheduler, self._tracker
-        most, enough = self._max_in_flight, max(self._max_in_flight, self._wanted)
+        enough = max(self._max_in_flight, self._wanted)
         try:
-            while scheduler is not None and len(tracker.ready) < enough and (room := most - len(scheduler)) > 0:
+            while scheduler is not None and len(tracker.ready) < enough and (room := self._room(scheduler)) > 0:
                 taken = tracker.take(room, self.version)
                 for group in taken:
                     scheduler.start(group, self.version)
@@ -217,6 +235,21 @@ class Pool:
                 self._started.set()
         except Exception as error:  # noqa: BLE001  # a user's source
             self._error = error
+
+    def _room(self, scheduler: GroupScheduler) -> int:
+        """How many groups may be started now, by ``in_flight`` and by ``max_staleness``.
+
+        A version takes one batch. What is in flight or ready is given to the trainer before a group that is started
+        now, so with more than ``max_staleness + 1`` batches of them it would be too stale when its turn comes.
+        """
+        room, limit = self._max_in_flight - len(scheduler), self._parts.config.max_staleness
+        if limit is None:
+            return room
+        if self.version != self._delivered_version:
+            self._delivered, self._delivered_version = 0, self.version
+        held = len(scheduler) + self.ready
+        admitted = (limit + 1) * self._batch - (self._delivered + held)
+        return min(room, max(admitted, self._wanted - held))  # what is given at once is not stale
 
     def _notify(self) -> None:
         self._changed.set()
@@ -245,7 +278,7 @@ class Pool:
             elif not was_running:
                 self._error = StreamfoldError("the worker task of the pool was cancelled from outside")
             try:
-                await scheduler.abort(now=now or cancelled is not None)
+                await scheduler.abort(now=now or cancelled is not None, keeps_rewards=self._tracker.keeps_rewards)
             finally:
                 self._tracker.record_remaining(scheduler, are_wanted=True)
             if cancelled is not None:

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from streamfold.client.limits import Slots
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Rewards"]
+    from streamfold.samples.sample import Sample
+
+__all__ = ["Rewards", "check_reward"]
 
 _logger = logging.getLogger("streamfold")
 
@@ -49,7 +52,7 @@ class Rewards:
         if self._running:
             _logger.warning(
                 "%d calls of the reward function are still running in threads after the end of the rollout; their "
-                "results are discarded and computed again in the next one",
+                "results are discarded, and computed again for the groups that were kept",
                 self._running,
             )
 
@@ -91,3 +94,43 @@ class Rewards:
             raise
         self._running += 1
         return await outcome
+
+
+def check_reward(sample: Sample, reward: object, key: str | None = None) -> None:
+    """Check that a reward can be trained on.
+
+    Args:
+        sample: whose reward it is.
+        reward: a finite number, also of numpy or torch, or a dict. In a dict every number must be finite, and there
+            must be one; what is no number, such as a parsed answer, is a note.
+        key: of the number in a dict that is trained on; None: not known.
+
+    Raises:
+        ValueError: it is anything else; the message names the sample and what is wrong.
+    """
+    if isinstance(reward, dict):
+        numbers = {name: value for name, value in reward.items() if _as_number(value) is not None}
+        if key is not None:
+            numbers[key] = reward.get(key)
+        if not numbers:
+            raise ValueError(f"the reward of sample {sample.index} is {reward!r}: no value of this dict is a number")
+    else:
+        numbers = {None: reward}
+    for name, value in numbers.items():
+        number = _as_number(value)
+        if number is None or not math.isfinite(number):
+            which = "" if name is None else f"[{name!r}]"
+            raise ValueError(f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number")
+
+
+def _as_number(value: object) -> float | None:
+    """A number as a float; None for anything else, arrays of several numbers too."""
+    is_array = getattr(value, "ndim", None) not in (None, 0)
+    if is_array or isinstance(value, complex) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a huge int
+        return math.inf
+    except (TypeError, ValueError):
+        return None

@@ -12,6 +12,7 @@ from streamfold.rollout.generate import CompleteSample
 from streamfold.rollout.groups import count_tokens, samples_of, sort_key
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.parts import RolloutHooks, RolloutParts
+from streamfold.rollout.watch import StallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,14 +33,17 @@ class RolloutResult:
     """The groups and metrics of one rollout.
 
     Attributes:
-        groups: finished groups, sorted by index; fewer than ``RolloutConfig.groups`` only if the source had no more.
-            Then the log says how many groups were dropped, and for which reasons.
+        groups: finished groups, sorted by index; fewer than ``RolloutConfig.groups`` only if the source had no more, or
+            ``max_groups_drawn`` was reached.
         metrics: counts of tokens, samples and groups, and seconds, as floats under names like
             ``streamfold/tokens_per_second``.
+        shortage: why there are fewer groups, and what became of the others, as in "the source ran out: rollout 0 ends
+            with 0 of 8 groups; 64 groups dropped: all rewards equal". Empty: there are enough.
     """
 
     groups: list[Group]
     metrics: dict[str, float]
+    shortage: str = ""
 
     def __repr__(self) -> str:
         samples = samples_of([sample for group in self.groups for sample in group])
@@ -50,8 +54,8 @@ class RolloutResult:
 
     @property
     def is_short(self) -> bool:
-        """Whether the source ran out before there were enough groups."""
-        return bool(self.metrics["streamfold/source_dry"])
+        """Whether there are fewer groups than ``RolloutConfig.groups``."""
+        return bool(self.shortage)
 
 
 class Rollout:
@@ -60,9 +64,11 @@ class Rollout:
     Args:
         client: of the engines.
         config: how many groups, how they are generated, and what becomes of unfinished ones.
-        reward: the reward function: takes a finished sample and returns its reward, a number or a dict. It is called
-            once per sample, when its text is complete. With ``config.group_reward`` it takes the list of a group's
-            samples and returns a list of rewards. It may be ``async``; otherwise it runs in threads. None: no rewards.
+        reward: the reward function: takes a finished sample and returns its reward: a finite number, or a dict with
+            such numbers, in which anything else is a note. It is called once per sample, when its text is complete.
+            With ``config.group_reward`` it takes the list of a group's samples and returns a list of rewards. It may be
+            ``async``; otherwise it runs in threads. Anything that is no such reward (NaN, text) fails the group. None:
+            no rewards.
         filter: the dynamic filter: takes a finished group, and returns whether the trainer gets it, or a pair of that
             and a reason. Rejected groups are dropped, and others are taken from the source. A filter that returns None
             or an awaitable ends the rollout with a ``TypeError``.
@@ -75,7 +81,11 @@ class Rollout:
 
     If a generate or reward function raises, the error is logged, the other samples of the group and the rollout
     continue, and the group is returned to the source at the end of the rollout with everything that it has.
-    ``config.max_failures`` and ``config.group_tries`` limit how often.
+    ``config.max_failures``, ``config.max_failure_rate`` and ``config.group_tries`` limit how often. A generate function
+    that raises is first called again for that sample: ``config.sample_retries``.
+
+    While no group comes in for a minute, a warning is logged, each minute: with the oldest group in flight, what its
+    samples do, and the reasons for which others were dropped.
 
     Raises:
         ValueError: ``config.sampling_params`` has no ``max_new_tokens``, which the built-in generate function needs.
@@ -122,15 +132,16 @@ class Rollout:
     async def run(self, source: Source, rollout_id: int = 0) -> RolloutResult:
         """Generate ``config.groups`` finished groups, or as many as the source has.
 
-        Groups that are in flight when there are enough are aborted, within ``config.abort_seconds``. Unfinished and
-        surplus groups are returned to the source, or dropped, as the configuration says.
+        Groups that are in flight when there are enough are aborted, within ``config.abort_seconds``; rewards have
+        ``config.reward_seconds``, unless their groups are not kept. Unfinished and surplus groups are returned to the
+        source, or dropped, as the configuration says.
 
         Args:
             source: of groups.
             rollout_id: set as ``metadata["start_rollout_id"]`` on samples that a later rollout resumes.
 
         Raises:
-            StreamfoldError: more than ``config.max_failures`` groups failed.
+            StreamfoldError: more groups failed than ``config.max_failures`` or ``config.max_failure_rate`` allow.
             asyncio.CancelledError: this was cancelled. A second cancel ends drains.
             Exception: what the source or a filter raised. In all three cases every group that was taken has been
                 returned to the source.
@@ -147,8 +158,9 @@ class Rollout:
 
         with EventLoopLag(target if parts.config.progress else None, progress) as lag:
             try:
-                await self._collect(scheduler, tracker, rollout_id)
-                await scheduler.abort()
+                with StallWatch(tracker, stats, lambda: scheduler):
+                    await self._collect(scheduler, tracker, rollout_id)
+                await scheduler.abort(keeps_rewards=tracker.keeps_rewards)
                 tracker.record_remaining(scheduler)
                 groups = sorted(tracker.ready, key=sort_key)
                 if parts.sample_filter is not None:
@@ -167,19 +179,18 @@ class Rollout:
             for group in groups:
                 tracker.deliver(group, rollout_id)
         stats.retries = parts.client.retried - retried
+        shortage = ""
         if len(groups) < target:
-            stats.is_dry = True
-            why = stats.explain_shortage()
-            _logger.warning(
-                "the source ran out: rollout %d ends with %d of %d groups%s", rollout_id, len(groups), target, why
-            )
-        return RolloutResult(groups, stats.metrics(lag))
+            shortage = f"{tracker.note_shortage()}: rollout {rollout_id} ends with {len(groups)} of {target} groups"
+            shortage += stats.explain_shortage()
+            _logger.warning("%s", shortage)
+        return RolloutResult(groups, stats.metrics(lag), shortage)
 
     async def _collect(self, scheduler: GroupScheduler, tracker: GroupTracker, rollout_id: int) -> None:
         """Keep groups in flight until enough of them are ready, or the source has no more."""
         config = self._parts.config
         while len(tracker.ready) < config.groups:
-            while not tracker.is_dry and len(tracker.ready) + len(scheduler) < config.groups:
+            while not (tracker.is_dry or tracker.is_drawn_out) and len(tracker.ready) + len(scheduler) < config.groups:
                 for group in tracker.take(config.take_size, rollout_id):
                     scheduler.start(group, rollout_id)
             outcome = await scheduler.next_outcome()

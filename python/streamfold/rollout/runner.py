@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import Slots
@@ -18,48 +17,33 @@ from streamfold.rollout.groups import (
     samples_of,
     unfinished_samples,
 )  # fmt: skip
-from streamfold.rollout.tasks import AbortableTasks, Aborted, wait_all
+from streamfold.rollout.rewards import check_reward
+from streamfold.rollout.tasks import AbortableTasks, Aborted, TimeLimit, wait_all
+from streamfold.samples.metadata import SECONDS, LastWrite, add_counts, metadata_of, own_metadata, remove_keys
+from streamfold.samples.reset import shorten
 from streamfold.samples.routing import session_of
+from streamfold.samples.staleness import call_version, noting_versions
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from streamfold.rollout.callbacks import Generate, Reward
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group
     from streamfold.rollout.metrics import RolloutStats
+    from streamfold.rollout.outcome import GroupOutcome
     from streamfold.rollout.rewards import Rewards
     from streamfold.rollout.tasks import AbortMode
     from streamfold.samples.sample import Sample
 
-__all__ = ["GroupOutcome", "GroupRunner", "RateLimiter"]
+__all__ = ["GroupRunner", "RateLimiter"]
 
 _logger = logging.getLogger("streamfold")
 
 _MILLISECOND: Final = 0.001
-
-
-@dataclass
-class GroupOutcome:
-    """What became of a group: filled while it is in flight.
-
-    Attributes:
-        group: the list that was started. Its elements are updated in place.
-        version: the rollout, or in a pool the weight version, in which it was started.
-        failures: what generate and reward functions raised, each with its sample.
-        is_cancelled: whether something other than an abort cancelled its task.
-    """
-
-    group: Group
-    version: int
-    failures: list[tuple[Sample, BaseException]] = field(default_factory=list)
-    is_cancelled: bool = False
-
-    @property
-    def elements(self) -> list[Sample | list[Sample]]:
-        """The group, typed with the elements that it has where a generate function returned several samples."""
-        return cast("list[Sample | list[Sample]]", self.group)
+# They would come again; and what the client and complete() raise, they have retried already.
+_NOT_RETRIED: Final = (Aborted, StreamfoldError, TypeError, ValueError)
 
 
 class RateLimiter:
@@ -95,6 +79,7 @@ class GroupRunner:
             are no rewards.
         concurrency: how many samples may run at the same time.
         stats: counts.
+        version: the rollout or weight version of now; None: that in which a group was started.
 
     Attributes:
         tasks: the generate and reward functions that are running.
@@ -108,6 +93,7 @@ class GroupRunner:
         rewards: Rewards | None,
         concurrency: int,
         stats: RolloutStats,
+        version: Callable[[], int] | None = None,
     ) -> None:
         self._abort_signal: Final = AbortSignal()
         self.tasks: Final = AbortableTasks()
@@ -115,9 +101,11 @@ class GroupRunner:
         self._generate = generate
         self._rewards = rewards
         self._stats = stats
+        self._version = version
         self._slots = Slots(concurrency)
         self._limiter = RateLimiter(config.starts_per_ms)
         self._skips_rewards = False
+        self._keeps_rewards: Callable[[Group], bool] = lambda _group: True
         self._has_warned = False
 
     @property
@@ -129,12 +117,19 @@ class GroupRunner:
         """Generate and judge the group of ``outcome``."""
         if self.aborted or is_complete(outcome.group, needs_reward=self._rewards is not None):
             return  # a finished group of an earlier rollout passes through untouched
+        if self._config.max_staleness is not None:
+            call_version.set(self._version or (lambda: outcome.version))  # in the context of this group's task
         await _run_all([self._run_element(outcome, place) for place in range(len(outcome.group))])
         if self._config.group_reward and self._rewards is not None and not outcome.failures:
             await self._judge_group(self._rewards, outcome)
 
-    def stop_starting(self) -> None:
-        """Start nothing any more; samples that wait for a slot end without a request."""
+    def stop_starting(self, keeps_rewards: Callable[[Group], bool] = lambda _group: True) -> None:
+        """Start nothing any more but rewards; samples that wait for a slot end without a request.
+
+        Args:
+            keeps_rewards: whether rewards of a group are of use; otherwise none is started for it.
+        """
+        self._keeps_rewards = keeps_rewards
         self._abort_signal.set()
         self._slots.dismiss()
 
@@ -177,42 +172,113 @@ class GroupRunner:
         if sample.response_length and not self._config.partial_rollout:
             self._stats.lost += restart_samples([sample])
         made: Sample | list[Sample] = sample
+        is_interrupted = False
         try:
-            made = await self._generate_in_turn(sample, place)
+            made = await self._generate_in_turn(outcome, sample, place)
             if problem := self._problem_of(made):
                 outcome.failures.append((sample, problem))
         except Aborted:
             pass
         except Exception as error:  # noqa: BLE001  # a user's function; reported with the group's outcome
             self._record_failure(outcome, sample, error)
-        if made is sample and not is_finished(sample):
+            is_interrupted = not self.aborted  # then a status that one of its turns has set is not that of the sample
+        if made is sample and (is_interrupted or not is_finished(sample)):
             sample.status = type(sample.status).ABORTED  # PENDING if no request was sent
         return made
 
-    async def _generate_in_turn(self, sample: Sample, place: int) -> Sample | list[Sample]:
-        """Wait for a slot and for the rate limiter, then generate."""
+    async def _generate_in_turn(self, outcome: GroupOutcome, sample: Sample, place: int) -> Sample | list[Sample]:
+        """Wait for a slot, then generate; again, if the function raises an error of its own."""
         if self.aborted or not await self._slots.wait(self._slots.request()):
             raise Aborted
+        outcome.generating += 1
         try:
-            await self._limiter.wait()
-            if self.aborted:
-                raise Aborted
-            return await self._call_generate(sample, place)
+            for _ in range(self._config.sample_retries):
+                try:
+                    return await self._generate_now(outcome, sample, place)
+                except Exception as error:  # noqa: PERF203  # each try may fail
+                    if self.aborted or isinstance(error, _NOT_RETRIED):
+                        raise
+                    self._prepare_retry(sample, error)
+            return await self._generate_now(outcome, sample, place)
         finally:
+            outcome.generating -= 1
             self._slots.release()
 
-    async def _call_generate(self, sample: Sample, place: int) -> Sample | list[Sample]:
+    def _prepare_retry(self, sample: Sample, error: Exception) -> None:
+        """Prepare a sample to be generated from where it was, or without ``partial_rollout`` from its prompt."""
+        if is_finished(sample):  # by one of its turns: the function has not ended
+            sample.status = type(sample.status).ABORTED
+        if not self._config.partial_rollout:
+            self._stats.lost += restart_samples([sample])
+        self._stats.retried += 1
+        length = sample.response_length
+        _logger.info("sample %s failed; it is tried again from token %d", sample.index, length, exc_info=error)
+
+    async def _generate_now(self, outcome: GroupOutcome, sample: Sample, place: int) -> Sample | list[Sample]:
+        await self._limiter.wait()
+        if self.aborted:
+            raise Aborted
         session_of(sample)  # a custom generate function may send it
         params = copy.deepcopy(dict(self._config.sampling_params))
         if self._config.seed is not None:
             params["sampling_seed"] = self._config.seed + place
-        with self._stats.generating(sample) as counted:
-            work = self._generate(sample, params, aborted=self._abort_signal)
-            made = await self.tasks.run(work, self._abort_mode_of(sample))
-            if made is None or made == []:
-                raise TypeError(f"generate returned {made}: it must return the sample, or a list of samples made of it")
+        with self._stats.generating(sample) as counted, noting_versions(sample) as noted:
+            made = await self._call_generate(outcome, sample, params)
             counted.extend(samples_of([made]))
+            noted.extend(counted)
             copy_indices(sample, counted)
+        return made
+
+    async def _call_generate(
+        self, outcome: GroupOutcome, sample: Sample, params: dict[str, Any]
+    ) -> Sample | list[Sample]:
+        """Call the generate function, for ``config.sample_seconds`` at most, less what the sample has had of them."""
+        clock, seconds = asyncio.get_running_loop().time, self._config.sample_seconds
+        started_at, spent = clock(), metadata_of(sample).get(SECONDS, 0.0)
+        limit = TimeLimit(None if seconds is None else max(0.0, seconds - spent))
+        try:
+            work = self._generate(sample, params, aborted=self._abort_signal)
+            made = await self.tasks.run(work, self._abort_mode_of(sample), owner=outcome, limit=limit)
+        except Exception:
+            if not limit.is_reached:
+                raise
+            made = sample
+        finally:
+            if seconds is not None:
+                own_metadata(sample)[SECONDS] = spent + clock() - started_at
+        if made is None or made == []:
+            raise TypeError(f"generate returned {made}: it must return the sample, or a list of samples made of it")
+        if not limit.is_reached:
+            return made
+        if not isinstance(made, list):
+            return await self._truncate(made)
+        return samples_of([await self._truncate(each) for each in made])
+
+    async def _truncate(self, sample: Sample) -> Sample | list[Sample]:
+        """Finish a sample that has reached ``config.sample_seconds`` where it is; the sample, or what is made of it."""
+        if is_finished(sample):
+            return sample
+        made: Sample | list[Sample] = sample
+        try:
+            if not sample.response_length:
+                if self.aborted:
+                    raise Aborted
+                raise StreamfoldError(f"no token within sample_seconds ({self._config.sample_seconds:g} s)")
+            written = LastWrite.of(sample)
+            if written is not None and sample.response_length > written.tokens:
+                shorten(sample, written.tokens, written.characters)  # it does not end on a tool's answer
+            truncate = getattr(self._generate, "truncate", None)
+            if truncate is not None:
+                params = copy.deepcopy(dict(self._config.sampling_params))
+                made = await self.tasks.run(truncate(sample, params), "reward")  # waited for like a reward
+        except BaseException:
+            remove_keys(sample, SECONDS)  # otherwise it would fail at once, whenever it is tried again
+            raise
+        for each in unfinished_samples([made]):
+            each.status = type(each.status).TRUNCATED
+        for each in samples_of([made]):
+            add_counts(each, timed_out=1)
+        self._stats.timed_out += 1
         return made
 
     def _abort_mode_of(self, sample: Sample) -> AbortMode:
@@ -227,6 +293,16 @@ class GroupRunner:
             return ValueError("generate left a sample PENDING: it must set the status of every sample that it returns")
         if "ABORTED" in statuses and not self.aborted:
             return StreamfoldError("generate returned an ABORTED sample, but the rollout was not aborted")
+        return self._problem_of_rewards([sample for sample in samples_of([made]) if sample.reward is not None])
+
+    def _problem_of_rewards(self, judged: Sequence[Sample]) -> Exception | None:
+        """What is wrong with rewards that generate has set. Only generate can give others: samples are restarted."""
+        try:
+            for sample in judged:
+                check_reward(sample, sample.reward)
+        except ValueError as error:
+            self._stats.lost += restart_samples(judged)
+            return error
         return None
 
     def _record_failure(self, outcome: GroupOutcome, sample: Sample, error: Exception) -> None:
@@ -241,10 +317,11 @@ class GroupRunner:
 
     async def _judge(self, rewards: Rewards, outcome: GroupOutcome, sample: Sample) -> None:
         """Compute the reward of one finished sample."""
-        if self._skips_rewards:
+        if self._skips_rewards or not self._keeps_rewards(outcome.group):
             return
         try:
-            self._set_reward(sample, await self.tasks.run(rewards.compute(sample), "reward"))
+            reward = await self.tasks.run(rewards.compute(sample), "reward", owner=outcome)
+            self._set_rewards([sample], [reward])
         except Aborted:
             pass  # computed when the group is taken again
         except Exception as error:  # noqa: BLE001  # a user's function
@@ -254,25 +331,34 @@ class GroupRunner:
         """Compute the rewards of a group, if all its samples are finished."""
         samples = samples_of(outcome.group)
         is_judged = all(sample.reward is not None for sample in samples)
-        if self._skips_rewards or is_judged or unfinished_samples(samples):
+        if self._skips_rewards or is_judged or unfinished_samples(samples) or not self._keeps_rewards(outcome.group):
             return
         try:
-            values = await self.tasks.run(rewards.compute(samples), "reward")
+            values = await self.tasks.run(rewards.compute(samples), "reward", owner=outcome)
             if len(values) != len(samples):
                 raise ValueError(f"the reward function returned {len(values)} rewards for {len(samples)} samples")
-            for sample, reward in zip(samples, values, strict=True):
-                self._set_reward(sample, reward)
+            self._set_rewards(samples, values)
         except Aborted:
             pass
         except Exception as error:  # noqa: BLE001  # a user's function
             self._record_failure(outcome, samples[0], error)
 
-    def _set_reward(self, sample: Sample, reward: Reward) -> None:
-        if reward is not None:
-            sample.reward = reward
-        elif sample.reward is None:
-            raise ValueError("the reward function returned None: it must return a reward, or set sample.reward")
-        self._stats.rewards += 1
+    def _set_rewards(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
+        """Set the rewards of samples, all or none: None stands for one that the function has set itself."""
+        pairs = zip(samples, rewards, strict=True)
+        values = [sample.reward if reward is None else reward for sample, reward in pairs]
+        try:
+            for sample, value in zip(samples, values, strict=True):
+                if value is None:
+                    raise ValueError("the reward function returned None: it must return a reward, or set sample.reward")
+                check_reward(sample, value)
+        except ValueError:
+            for sample in samples:  # what the function has set is not that of a judged sample either
+                sample.reward = None
+            raise
+        for sample, value in zip(samples, values, strict=True):
+            sample.reward = value
+        self._stats.rewards += len(samples)
 
 
 async def _run_all(work: Sequence[Coroutine[Any, Any, None]]) -> None:

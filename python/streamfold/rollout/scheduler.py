@@ -1,4 +1,4 @@
-"""Keeps groups in flight, one task each, and aborts all of them within ``RolloutConfig.abort_seconds``."""
+"""Keeps groups in flight, one task each, and aborts all of them in bounded time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.rollout.groups import samples_of, sort_key
-from streamfold.rollout.runner import GroupOutcome, GroupRunner
+from streamfold.rollout.outcome import GroupOutcome
+from streamfold.rollout.runner import GroupRunner
 from streamfold.rollout.tasks import wait_all
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.groups import Group
     from streamfold.rollout.metrics import RolloutStats
     from streamfold.rollout.rewards import Rewards
+    from streamfold.rollout.tasks import AbortMode
 
 __all__ = ["GroupScheduler"]
 
@@ -41,6 +43,7 @@ class GroupScheduler:
         abort_engines: aborts all requests on the engines, within the given number of seconds.
         on_abort: called when an abort begins, before any task is cancelled.
         stats: counts.
+        version: the rollout or weight version of now; None: that in which a group was started.
     """
 
     def __init__(
@@ -53,13 +56,16 @@ class GroupScheduler:
         abort_engines: Callable[[float], Coroutine[Any, Any, object]],
         on_abort: Callable[[], object],
         stats: RolloutStats,
+        version: Callable[[], int] | None = None,
     ) -> None:
         self._config = config
         self._abort_engines = abort_engines
         self._on_abort = on_abort
         self._stats = stats
         self._loop = asyncio.get_running_loop()
-        self._runner = GroupRunner(config, generate, rewards=rewards, concurrency=concurrency, stats=stats)
+        self._runner = GroupRunner(
+            config, generate, rewards=rewards, concurrency=concurrency, stats=stats, version=version
+        )
         self._running: dict[asyncio.Task[None], GroupOutcome] = {}
         self._outcomes: deque[GroupOutcome] = deque()
         self._has_outcome = asyncio.Event()
@@ -67,6 +73,11 @@ class GroupScheduler:
     def __len__(self) -> int:
         """Groups in flight: those that run, and those whose outcome has not been taken yet."""
         return len(self._running) + len(self._outcomes)
+
+    @property
+    def oldest(self) -> GroupOutcome | None:
+        """Of the groups that run, the one that was started first."""
+        return next(iter(self._running.values()), None)
 
     def start(self, group: Group, version: int) -> None:
         """Start a group, in the rollout or weight version ``version``.
@@ -76,8 +87,8 @@ class GroupScheduler:
         """
         if self._runner.aborted:
             raise RuntimeError("the scheduler has been aborted: start groups in a new one")
-        outcome = GroupOutcome(group, version)
-        task = self._loop.create_task(self._runner.run(outcome), name=f"streamfold group {sort_key(group)[0]}")
+        outcome = GroupOutcome(group, version, started_at=self._loop.time())
+        task = self._loop.create_task(self._runner.run(outcome), name=f"streamfold group {outcome.index}")
         self._running[task] = outcome
         task.add_done_callback(self._on_done)
 
@@ -92,21 +103,26 @@ class GroupScheduler:
         """The outcome of a group that has ended and was not returned yet, if there is one."""
         return self._outcomes.popleft() if self._outcomes else None
 
-    async def abort(self, *, now: bool = False) -> None:
-        """End everything that runs within ``config.abort_seconds``, and cancel what is left after that.
+    async def abort(self, *, now: bool = False, keeps_rewards: Callable[[Group], bool] = lambda _group: True) -> None:
+        """End everything that runs, and cancel what is left after its time.
 
         Nothing is started any more. Generate functions with ``abort_mode = "request"`` are cancelled at once; for the
-        others the engines are aborted repeatedly until they have returned. Rewards are waited for, unless ``now``.
+        others the engines are aborted repeatedly until they have returned. ``config.abort_seconds`` after this began
+        they are all cancelled. Rewards are waited for until ``config.reward_seconds`` after this began.
+
+        Args:
+            now: cancel rewards at once.
+            keeps_rewards: whether rewards of a group are of use. If not, they are cancelled at once.
 
         Raises:
             asyncio.CancelledError: the caller was cancelled. All tasks were cancelled then, and have ended.
         """
         started_at = self._loop.time()
-        self._begin_abort(now=now)
+        self._begin_abort(now=now, keeps_rewards=keeps_rewards)
         engine_aborts = None
-        if self._runner.tasks.has("server"):
+        if self._runner.tasks.count("server"):
             engine_aborts = self._loop.create_task(self._keep_aborting_engines(started_at + self._config.abort_seconds))
-        cancelled = await self._wait_until_ended()
+        cancelled = await self._wait_until_ended(started_at)
         if engine_aborts is not None:
             engine_aborts.cancel()
             cancelled = await wait_all([engine_aborts]) or cancelled
@@ -122,32 +138,49 @@ class GroupScheduler:
         self._running.clear()
         return [(group, copy.deepcopy(group)) for group in stuck]
 
-    def _begin_abort(self, *, now: bool) -> None:
+    def _begin_abort(self, *, now: bool, keeps_rewards: Callable[[Group], bool]) -> None:
         if not self._runner.aborted:
-            self._runner.stop_starting()
+            self._runner.stop_starting(keeps_rewards)
             try:
                 self._on_abort()
             except Exception:
                 _logger.exception("on_abort raised an error; the abort continues")
         if now:
             self._runner.abort_rewards()
+        for outcome in self._running.values():
+            if not keeps_rewards(outcome.group):
+                self._runner.tasks.abort("reward", owner=outcome)
         self._runner.tasks.abort("request")
 
-    async def _wait_until_ended(self) -> asyncio.CancelledError | None:
-        cancelled = await self._wait(self._config.abort_seconds)
-        if self._running:
-            _logger.warning(
-                "%d groups did not end within %g s and are cancelled", len(self._running), self._config.abort_seconds
-            )
-            for task in self._running:
-                task.cancel()
-            cancelled = await self._wait(_GRACE_SECONDS) or cancelled
+    async def _wait_until_ended(self, started_at: float) -> asyncio.CancelledError | None:
+        """Wait until no group runs. Generate functions and rewards have a limit each, in either order."""
+        cancelled = None
+        generating, judging = self._config.abort_seconds, self._config.reward_seconds
+        generate_modes: tuple[AbortMode, ...] = ("request", "server")
+        reward_modes: tuple[AbortMode, ...] = ("reward",)
+        for seconds, modes in sorted([(generating, generate_modes), (judging, reward_modes)]):
+            # What is waited for with the first limit may still start a reward; behind it there is only its own kind.
+            if seconds == min(generating, judging) or self._runner.tasks.count(*modes):
+                cancelled = await self._wait(started_at + seconds) or cancelled
+            if self._cancel(modes, seconds):
+                cancelled = await self._wait(self._loop.time() + _GRACE_SECONDS) or cancelled
         return cancelled
 
-    async def _wait(self, seconds: float) -> asyncio.CancelledError | None:
-        """Wait until no group runs, at most ``seconds``. A cancel of the caller cancels all tasks, and is returned."""
+    def _cancel(self, modes: tuple[AbortMode, ...], seconds: float) -> bool:
+        """Cancel what runs in these modes, after ``seconds``; whether there was anything."""
+        count = self._runner.tasks.count(*modes)
+        if "reward" in modes:
+            self._runner.abort_rewards()
+            if count:
+                _logger.info("%d groups had no rewards within %g s; they are computed later", count, seconds)
+        elif count:
+            self._runner.tasks.abort(*modes)
+            _logger.warning("%d groups did not end within %g s and are cancelled", count, seconds)
+        return count > 0
+
+    async def _wait(self, until: float) -> asyncio.CancelledError | None:
+        """Wait until no group runs, at most ``until``. A cancel of the caller cancels all tasks, and is returned."""
         cancelled = None
-        until = self._loop.time() + seconds
         while self._running and (left := until - self._loop.time()) > 0:
             try:
                 await asyncio.wait(self._running, timeout=left)
@@ -159,7 +192,7 @@ class GroupScheduler:
 
     async def _keep_aborting_engines(self, until: float) -> None:
         """Abort the engines repeatedly, while a generate function runs that ends only by that."""
-        while self._runner.tasks.has("server") and (left := until - self._loop.time()) > 0:
+        while self._runner.tasks.count("server") and (left := until - self._loop.time()) > 0:
             try:
                 await self._abort_engines(min(left, _ABORT_SECONDS))
             except Exception:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection
 
-__all__ = ["AbortMode", "AbortableTasks", "Aborted", "wait_all"]
+__all__ = ["AbortMode", "AbortableTasks", "Aborted", "TimeLimit", "wait_all"]
 
 T = TypeVar("T")
 
@@ -18,33 +19,59 @@ it returns by itself, ``"reward"`` by waiting for it. Each of them is cancelled 
 
 
 class Aborted(Exception):  # internal: the scheduler catches it
-    """The task was cancelled by :meth:`AbortableTasks.abort`."""
+    """The task was cancelled by :meth:`AbortableTasks.abort`, or reached its time limit."""
+
+
+@dataclass
+class TimeLimit:
+    """How long a task may run.
+
+    Attributes:
+        seconds: after these the task is cancelled. None: no limit.
+        is_reached: whether it was.
+    """
+
+    seconds: float | None
+    is_reached: bool = False
 
 
 class AbortableTasks:
     """Runs awaitables, each in a task of its own that :meth:`abort` can cancel."""
 
     def __init__(self) -> None:
-        self._modes: dict[asyncio.Task[Any], AbortMode] = {}
+        self._modes: dict[asyncio.Task[Any], tuple[AbortMode, object]] = {}
         self._aborted: set[asyncio.Task[Any]] = set()
 
-    def has(self, mode: AbortMode) -> bool:
-        """Whether a task of this mode is running."""
-        return mode in self._modes.values()
+    def count(self, *modes: AbortMode) -> int:
+        """On behalf of how many owners tasks of these modes are running."""
+        return len({id(owner) for mode, owner in self._modes.values() if mode in modes})
 
-    async def run(self, work: Awaitable[T], mode: AbortMode) -> T:
+    async def run(
+        self, work: Awaitable[T], mode: AbortMode, *, owner: object = None, limit: TimeLimit | None = None
+    ) -> T:
         """Await ``work`` in a task of its own, which has ended when this returns or raises.
 
+        Args:
+            work: what is awaited.
+            mode: how an abort ends it.
+            owner: on whose behalf; :meth:`abort` can be limited to one.
+            limit: after which the task is cancelled. If it returns a value all the same, that is returned.
+
         Raises:
-            Aborted: :meth:`abort` cancelled the task.
+            Aborted: :meth:`abort` or the limit cancelled the task.
             asyncio.CancelledError: the caller was cancelled, or something else cancelled the task.
         """
         task = asyncio.ensure_future(work)
-        self._modes[task] = mode
+        self._modes[task] = mode, owner
+        timer = None
+        if limit is not None and limit.seconds is not None:
+            timer = task.get_loop().call_later(limit.seconds, self._end, task, limit)
         try:
             # Not `await task`: its CancelledError does not say which of the two was cancelled.
             cancelled = await wait_all([task])
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._modes[task]
             was_aborted = task in self._aborted
             self._aborted.discard(task)
@@ -56,11 +83,24 @@ class AbortableTasks:
             raise Aborted
         return task.result()
 
-    def abort(self, *modes: AbortMode) -> None:
-        """Cancel all running tasks of these modes, including those that were cancelled before."""
-        for task in [task for task, mode in self._modes.items() if mode in modes]:
-            self._aborted.add(task)
-            task.cancel()
+    def abort(self, *modes: AbortMode, owner: object = None) -> None:
+        """Cancel all running tasks of these modes, including those that were cancelled before.
+
+        Args:
+            modes: of the tasks.
+            owner: on whose behalf they run. None: anybody's.
+        """
+        for task, (mode, its_owner) in list(self._modes.items()):
+            if mode in modes and (owner is None or its_owner is owner):
+                self._cancel(task)
+
+    def _end(self, task: asyncio.Task[Any], limit: TimeLimit) -> None:
+        limit.is_reached = True
+        self._cancel(task)
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        self._aborted.add(task)
+        task.cancel()
 
 
 async def wait_all(tasks: Collection[asyncio.Future[Any]]) -> asyncio.CancelledError | None:

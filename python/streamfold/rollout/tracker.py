@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from streamfold.errors import StreamfoldError
 from streamfold.rollout.groups import (
@@ -19,6 +19,7 @@ from streamfold.rollout.groups import (
     start_of,
     unfinished_samples,
 )  # fmt: skip
+from streamfold.rollout.stale import StalePolicy
 from streamfold.samples.metadata import add_counts, count_of, enter
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source
     from streamfold.rollout.metrics import RolloutStats
-    from streamfold.rollout.runner import GroupOutcome
+    from streamfold.rollout.outcome import GroupOutcome
     from streamfold.rollout.scheduler import GroupScheduler
 
     FilterWithCount: TypeAlias = Callable[[Group, int], bool | tuple[bool, str | None]]
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["GroupTracker"]
 
 _logger = logging.getLogger("streamfold")
+
+_MIN_STARTED: Final = 16  # groups, before the share of failed ones means anything
 
 
 class GroupTracker:
@@ -52,6 +55,7 @@ class GroupTracker:
     Attributes:
         ready: complete groups for the trainer, in the order in which they ended.
         is_dry: whether the source had no group when it was last called.
+        accepted: how many groups have become ready.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class GroupTracker:
     ) -> None:
         self.ready: list[Group] = []
         self.is_dry: bool = False
+        self.accepted: int = 0
         self._source = source
         self._config = config
         self._filter = filter
@@ -79,40 +84,74 @@ class GroupTracker:
         self._unfinished: list[Group] = []
         self._failed: list[GroupOutcome] = []
         self._returning: list[Group] = []  # kept until add_samples has succeeded
+        self._drawn = 0
+        self._ended = 0
+        self._stale = StalePolicy(config, stats)
 
     # From the source.
 
+    @property
+    def is_drawn_out(self) -> bool:
+        """Whether ``config.max_groups_drawn`` groups were taken."""
+        limit = self._config.max_groups_drawn
+        return limit is not None and self._drawn >= limit
+
     def take(self, n: int, version: int) -> list[Group]:
-        """Take ``n`` groups from the source, in the rollout or weight version ``version``; stale ones are restarted.
+        """Take ``n`` groups from the source, in the rollout or weight version ``version``.
+
+        Stale ones are restarted, or others taken in their place. No more than ``config.max_groups_drawn`` are taken.
 
         Raises:
             ValueError: a group does not have ``config.n_samples_per_prompt`` samples.
         """
         self._version = version
-        taken = list(self._source.get_samples(n))  # a list: an exhausted generator would not be seen to be empty
-        self.is_dry = not taken
+        taken: list[Group] = []
+        try:
+            while drawn := self._draw(n - len(taken)):
+                kept, spoiled = self._stale.sort(drawn, version)
+                taken += kept
+                for group in spoiled:
+                    self._drop(group, "stale")
+                if not spoiled:
+                    break
+            for group in taken:
+                self._stale.restart(group, version)
+        except BaseException:
+            self._unfinished += taken
+            raise
+        if taken and self._on_taken is not None:
+            self._on_taken(taken)
+        return taken
+
+    def _draw(self, n: int) -> list[Group]:
+        """Draw ``n`` groups, or as many as may be drawn, and check them."""
+        if self._config.max_groups_drawn is not None:
+            n = min(n, self._config.max_groups_drawn - self._drawn)
+        if n <= 0:
+            return []
+        drawn = list(self._source.get_samples(n))  # a list: an exhausted generator would not be seen to be empty
+        self.is_dry = not drawn
+        self._drawn += len(drawn)
+        self._stats.drawn += len(drawn)
         size = self._config.n_samples_per_prompt
         try:
-            for group in taken:
+            for group in drawn:
                 if not group or (size is not None and len(group) != size):
                     raise ValueError(f"the source gave a group of {len(group)} samples; n_samples_per_prompt is {size}")
                 for sample in samples_of(group):
                     enter(sample)
-                self._restart_if_stale(group, version)
         except BaseException:
-            self._unfinished += taken
+            self._unfinished += drawn
             raise
-        if self._on_taken is not None:
-            self._on_taken(taken)
-        return taken
+        return drawn
 
-    def _restart_if_stale(self, group: Group, version: int) -> bool:
-        limit = self._config.max_staleness
-        if limit is None or version - start_of(group, version) <= limit:
-            return False
-        self._stats.groups["stale"] += 1
-        self._stats.lost += restart_samples(samples_of(group))
-        return True
+    def note_shortage(self) -> str:
+        """Note in the counts, and return, why no more groups can be taken."""
+        if self.is_drawn_out:
+            self._stats.is_drawn_out = True
+            return f"{self._drawn} groups were drawn, as many as max_groups_drawn"
+        self._stats.is_dry = True
+        return "the source ran out"
 
     # From the scheduler.
 
@@ -120,14 +159,28 @@ class GroupTracker:
         """Record a group that has ended while ``in_flight`` others are running.
 
         Raises:
-            StreamfoldError: more groups have failed than ``config.max_failures``; its cause is the first failure.
+            StreamfoldError: more groups have failed than ``config.max_failures`` or ``config.max_failure_rate`` allow;
+                its cause is the first failure.
         """
         self._classify(outcome, in_flight, is_wanted=True)
-        if outcome.failures and len(self._failed) > self._config.max_failures:
+        if outcome.failures and (limit := self._exceeded_limit(self._ended + in_flight)):
             raise StreamfoldError(
-                f"{len(self._failed)} groups have failed, but max_failures is {self._config.max_failures}. All groups "
-                "were returned to the source; see the cause of this error"
+                f"{len(self._failed)} groups have failed{limit}. All groups were returned to the source; see the cause "
+                "of this error"
             ) from self._failed[0].failures[0][1]
+
+    def _exceeded_limit(self, started: int) -> str:
+        """The limit that the number of failed groups exceeds, of ``started`` ones; empty if it exceeds none."""
+        failed, most, rate = len(self._failed), self._config.max_failures, self._config.max_failure_rate
+        if most is not None and failed > most:
+            return f", but max_failures is {most}"
+        if rate is not None and started >= _MIN_STARTED and failed > rate * started:
+            return f" of {started} that were started, but max_failure_rate is {rate:g}"
+        return ""
+
+    def count_anew(self) -> None:
+        """Count anew, from now on, what the limits of one rollout concern: groups that were drawn, and that failed."""
+        self._drawn = self._ended = 0
 
     def record_remaining(self, scheduler: GroupScheduler, *, are_wanted: bool = False) -> None:
         """Record all groups of an aborted scheduler. The number of failures is not limited here.
@@ -149,16 +202,21 @@ class GroupTracker:
 
     def _classify(self, outcome: GroupOutcome, in_flight: int, *, is_wanted: bool) -> None:
         group = outcome.group
+        self._ended += 1
         if self._returns_all:
             mark_start(group, outcome.version)
         if outcome.failures:
             self._failed.append(outcome)
+            self._stats.groups["failed"] += 1
             sample, error = outcome.failures[0]
             _logger.warning("sample %s failed; its group is returned to the source", sample.index, exc_info=error)
         elif unfinished_samples(group):
             self._unfinished.append(group)
         elif is_wanted and is_complete(group, needs_reward=self._needs_reward):
-            self._apply_filter(group, in_flight)
+            if self._stale.is_spoiled(group, self._version):
+                self._drop(group, "stale")
+            else:
+                self._apply_filter(group, in_flight)
         else:
             self._extra.append(group)
 
@@ -172,24 +230,29 @@ class GroupTracker:
             raise
         if keeps:
             self.ready.append(group)
+            self.accepted += 1
         else:
             self._drop(group, reason or "filter")
 
     # To the trainer.
 
     def deliver(self, group: Group, version: int) -> None:
-        """Count a group that the trainer gets, and call ``done`` of the source."""
+        """Count a group that the trainer gets, mask its stale tokens, and call ``done`` of the source."""
+        self._stale.deliver(group, version)
         self._stats.groups["done"] += 1
         self._stats.staleness.append(version - start_of(group, version))
         self._forget(group)
 
     # Back to the source.
 
-    def return_stale(self, version: int) -> None:
-        """Restart ready groups that have become stale, and return them."""
-        stale = [self._restart_if_stale(group, version) for group in self.ready]
-        returned = [group for group, is_stale in zip(self.ready, stale, strict=True) if is_stale]
-        self.ready = [group for group, is_stale in zip(self.ready, stale, strict=True) if not is_stale]
+    def drop_stale(self, version: int) -> None:
+        """Drop ready groups that have become stale, or restart and return them, as ``config.stale`` says."""
+        kept, spoiled = self._stale.sort(self.ready, version)
+        returned = [group for group in kept if self._stale.restart(group, version)]
+        restarted = {id(group) for group in returned}
+        self.ready = [group for group in kept if id(group) not in restarted]
+        for group in spoiled:
+            self._drop(group, "stale")
         self._return(returned)
 
     def return_unused(self) -> None:
@@ -218,7 +281,6 @@ class GroupTracker:
         failed, self._failed = self._failed, []
         for group in (outcome.group for outcome in failed):
             samples = samples_of(group)
-            self._stats.groups["failed"] += 1
             add_counts((unfinished_samples(group) or samples)[0], failures=1)
             if sum(count_of(sample, "failures") for sample in samples) < self._config.group_tries:
                 returned.append(group)
@@ -238,6 +300,14 @@ class GroupTracker:
         returned = [*(outcome.group for outcome in self._failed), *self._unfinished, *self._extra, *self.ready]
         self._failed, self._unfinished, self._extra, self.ready = [], [], [], []
         self._return(returned)
+
+    def keeps_rewards(self, group: Group) -> bool:
+        """Whether rewards of a group are of use if the rollout ends now: it is neither dropped nor restarted whole."""
+        if not unfinished_samples(group):
+            return self._config.keep_finished or self._returns_all
+        if not self._config.partial_rollout and not self._config.keep_finished:
+            return False
+        return self._config.partial_rollout or self._returns_all or hasattr(self._source, "done")
 
     def _is_returned(self, group: Group) -> bool:
         """Whether an aborted group is returned. A source with ``done`` gets all of them."""

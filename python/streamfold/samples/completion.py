@@ -22,6 +22,7 @@ from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.repeats import Repeats
 from streamfold.samples.routing import AUTO, check_routing_header, routed_headers
+from streamfold.samples.staleness import call_version, note_version
 from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.turn import Turn
@@ -251,6 +252,7 @@ class _Completion:
         self._args = args
         self._calls = 0
         self._images: dict[str, Any] = {}  # the sample's own, if the caller has not encoded them
+        self._version: int | None = None  # of the last call
         self._headers: Mapping[str, str] | None = None  # with the sample's key, once it runs
         self._failures = 0  # of calls in a row that have received no token
         self._repeats = Repeats()
@@ -324,6 +326,8 @@ class _Completion:
     async def _call(self) -> _Outcome:
         """Make one call. If this is cancelled, the call is aborted and what it has generated is merged."""
         self._calls += 1
+        get_version = call_version.get()
+        self._version = None if get_version is None else get_version()
         input_ids, extra = self._prompt()
         self._has_media = bool(extra.keys() & MEDIA_KEYS)
         call = self._client.start(
@@ -445,7 +449,10 @@ class _Completion:
             generation = _without_experts(generation)
         finished, missing = generation.finish_reason in ("stop", "length"), self._missing_side_data(generation)
         if missing is None:
+            before = self._sample.response_length
             self._turn.write(generation, self._args)
+            if self._version is not None:
+                note_version(self._sample, self._version, before)
             return
         add_counts(self._sample, lost_side_data=len(generation.token_ids))
         self._abort_sample()

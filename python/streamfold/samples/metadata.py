@@ -13,6 +13,11 @@ trainers' name, for the trainers' purpose.
                                   (``frequency_penalty``, ``presence_penalty``, ``repetition_penalty``) of which the
                                   engine counts only what that call generates: from there on it is another sample
                                   than that of one call
+``streamfold_seconds``            seconds for which the sample was generated, where ``sample_seconds`` limits them
+``streamfold_timed_out``          1: the response is TRUNCATED because it reached that limit
+``streamfold_call_versions``      ``[version, start, end]`` over the response tokens: the rollout, or weight version of
+                                  the pool, in which their call was sent, where ``max_staleness`` limits it
+``streamfold_stale_restarts``     how often the sample was restarted because of ``max_staleness``
 ``start_rollout_id``              the rollout in which the response was started
 ``streamfold_text_joined``        True: the texts of two calls were concatenated as they are, so that a character
                                   whose tokens were split between the calls may be missing or damaged
@@ -52,17 +57,20 @@ if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
 __all__ = [
-    "DP_RANK", "OWN_KEYS", "PROMPT_TOKENS", "START_ROLLOUT_ID", "LastWrite", "TurnState", "add_counts", "count_of",
-    "enter", "metadata_of", "own_metadata", "remove_keys", "rename_old_keys",
+    "CALL_VERSIONS", "DP_RANK", "OWN_KEYS", "PROMPT_TOKENS", "SECONDS", "START_ROLLOUT_ID", "LastWrite", "TurnState",
+    "add_counts", "count_of", "enter", "metadata_of", "own_metadata", "remove_keys", "rename_old_keys",
 ]  # fmt: skip
 
 _PREFIX: Final = "streamfold_"
 _COUNTS: Final = (
-    "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text",
+    "resumed", "restarted_tokens", "lost_side_data", "failures", "resumed_penalties", "corrected_text", "timed_out",
+    "stale_restarts",
 )  # fmt: skip
 PROMPT_TOKENS: Final = f"{_PREFIX}prompt_tokens"
 DP_RANK: Final = f"{_PREFIX}dp_rank"
 START_ROLLOUT_ID: Final = "start_rollout_id"
+CALL_VERSIONS: Final = f"{_PREFIX}call_versions"
+SECONDS: Final = f"{_PREFIX}seconds"
 _TURN: Final = f"{_PREFIX}turn"
 _WRITTEN: Final = f"{_PREFIX}written"
 _EXACT_CHARACTERS: Final = f"{_PREFIX}known_text"
@@ -70,8 +78,10 @@ _TEXT_JOINED: Final = f"{_PREFIX}text_joined"
 _TEXT_UNCHECKED: Final = f"{_PREFIX}unchecked_text"
 OWN_KEYS: Final = frozenset(
     {
+        CALL_VERSIONS,
         PROMPT_TOKENS,
         DP_RANK,
+        SECONDS,
         _TURN,
         _WRITTEN,
         _EXACT_CHARACTERS,

@@ -6,8 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from streamfold.samples.experts import kept_experts, kept_rows
-from streamfold.samples.metadata import START_ROLLOUT_ID, LastWrite, TurnState, add_counts, remove_keys
+from streamfold.samples.metadata import (
+    CALL_VERSIONS,
+    SECONDS,
+    START_ROLLOUT_ID,
+    LastWrite,
+    TurnState,
+    add_counts,
+    remove_keys,
+)
 from streamfold.samples.sample import Sample
+from streamfold.samples.staleness import cut_versions
 
 if TYPE_CHECKING:
     from streamfold._types import SampleLike
@@ -35,7 +44,7 @@ def restart(sample: SampleLike) -> None:
             setattr(sample, name, getattr(clean, name))
     TurnState().save(sample)
     LastWrite.save(sample, limit=None)
-    remove_keys(sample, START_ROLLOUT_ID)
+    remove_keys(sample, CALL_VERSIONS, SECONDS, START_ROLLOUT_ID)
     _count_dropped(sample, dropped)
 
 
@@ -70,6 +79,7 @@ def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     if isinstance(sample, Sample):
         spans = [(label, start, min(end, tokens)) for label, start, end in sample.version_spans if start < tokens]
         sample.version_spans = spans
+    cut_versions(sample, tokens)
     sample.status = type(sample.status)["ABORTED"]
     replace(TurnState.of(sample), exact_characters=None, text_joined=False).save(sample)
     written = LastWrite.of(sample)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from streamfold.errors import StreamfoldError
 from streamfold.samples.detokenizer import DecodedText, Detokenizer
 from streamfold.samples.experts import count_rows
 from streamfold.samples.merging import merge
@@ -157,6 +158,18 @@ class Turn:
         else:
             restart(self.sample)
             self.sample.status = type(self.sample.status)["ABORTED"]
+
+    def truncate(self) -> None:
+        """Finish an aborted response where it is: TRUNCATED, unless it is at its end by its own rules.
+
+        Raises:
+            StreamfoldError: its last tokens lack their routed experts.
+        """
+        if self.judge() is Verdict.FINISHED:
+            return
+        if self._lacks_experts:
+            raise StreamfoldError("the routed experts of the last tokens are missing: only a further call sends them")
+        self._finish("TRUNCATED", NO_STOP)
 
     def write(self, generation: Generation, args: Any) -> None:  # noqa: ANN401  # the host's own
         """Merge what a call has generated into the sample, and keep its text exact."""
