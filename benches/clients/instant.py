@@ -11,6 +11,9 @@ from streamfold import Parser
 from streamfold.client.drivers.base import Head
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from streamfold import Generation
     from streamfold.client.drivers.base import HttpRequest, Kind, Listener
 
@@ -21,6 +24,8 @@ class InstantDriver:
     Args:
         body: of the response: a whole stream.
     """
+
+    pipelines = False
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -51,6 +56,19 @@ class InstantExchange:
     def token_count(self) -> int:
         """Tokens received so far."""
         return self._parser.token_count
+
+    @property
+    def passed(self) -> int:
+        """None: it sends single requests."""
+        return 0
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """A copy of the tokens received so far."""
+        return self._parser.token_ids()
+
+    def notify_at(self, count: int) -> bool:
+        """All tokens come at once."""
+        return self.token_count >= count
 
     def send(self) -> None:
         """Receive the reply."""

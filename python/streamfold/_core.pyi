@@ -208,7 +208,7 @@ class Generation:
         prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         clamped_logprobs: int = 0,
-        missing: Sequence[str] = (),
+        missing: Sequence[str] | None = None,
         max_tokens_per_event: int = 0,
         meta: dict[str, Any] | None = None,
     ) -> Generation: ...

@@ -175,8 +175,8 @@ class Reply:
         self.head: Head | None = None
         self._body = b""
         self.failure: Failure | None = None
-        self.stopped = False
-        self.connected = False
+        self.stopped: bool = False
+        self.connected: bool = False
         self._exchange: Exchange | None = None
         self._over: asyncio.Future[None] | None = None
 

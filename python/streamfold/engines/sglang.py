@@ -26,11 +26,11 @@ class Sglang(EngineSpec):
     session_header = "X-SMG-Routing-Key"
     rank_name = "routed_dp_rank"
     loads: ClassVar[tuple[str, ...]] = ("/v1/loads?include=core",)
-    known_params = SGLANG
+    known_params: ClassVar[frozenset[str]] = SGLANG
     length_before_stop = True
     repeats_text = True
     ignores_given_ends = True
-    image_key = "image_data"
+    image_key: ClassVar[str | None] = "image_data"
     side_data_needs: ClassVar[Mapping[str, str]] = {
         "routed_experts": "start the engine with --enable-return-routed-experts. A router may drop the keys of the "
         "request that ask for them (sglang-router 0.3.2 drops return_routed_experts, routed_experts_dtype and "

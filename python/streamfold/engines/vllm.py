@@ -178,7 +178,7 @@ class VllmCompletions(Vllm):
     name = "vllm-completions"
     dialect = "vllm-completions"
     path = "/v1/completions"
-    known_params = VLLM_COMPLETIONS
+    known_params: ClassVar[frozenset[str]] = VLLM_COMPLETIONS
     delays_text = True
     tells_text = True
 

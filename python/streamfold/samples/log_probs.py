@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from streamfold.samples.validation import check_uniform, has_generated
+from streamfold.samples.validation import check_uniform, generated_before
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +24,11 @@ def log_probs_after(
     """
     kept = sample.rollout_log_probs
     if new is None and not trainable and kept is not None:
-        new = [0.0] * more
+        return [*kept, *[0.0] * more]
     if new is not None and len(new) != more:
         raise ValueError(f"{len(new)} log_probs for {more} tokens")
     if not more and sample.response_length:
         return kept
-    before = sample.response_length if has_generated(sample) else 0
-    has, gets = kept is not None, new is not None
-    check_uniform("log-probabilities", before=before, has=has, more=more, gets=gets)
+    before = generated_before(sample)
+    check_uniform("log-probabilities", before=before, has=kept is not None, more=more, gets=new is not None)
     return kept if new is None else [*(kept or [0.0] * sample.response_length), *new]

@@ -11,7 +11,7 @@ from streamfold.samples.experts import adds_rows, join_experts, kept_experts, ke
 from streamfold.samples.indexer import indexer_rows
 from streamfold.samples.metadata import LastWrite
 from streamfold.samples.sample import Sample
-from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform, has_generated
+from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform, generated_before
 from streamfold.samples.versions import versions_of
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def check_ready(sample: SampleLike) -> None:
 
 
 def _check_fit(sample: SampleLike, generation: Generation, args: Any, *, trainable: bool) -> None:  # noqa: ANN401
-    before = sample.response_length if has_generated(sample) else 0
+    before = generated_before(sample)
     more = len(generation.token_ids)
     if trainable:
         for what, kept, new in (

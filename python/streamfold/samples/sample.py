@@ -22,7 +22,7 @@ from streamfold.samples.validation import (
     check_lengths,
     check_offsets,
     check_uniform,
-    has_generated,
+    generated_before,
 )
 from streamfold.samples.versions import cover, versions_of
 
@@ -257,7 +257,7 @@ def _top_p_after(
         raise ValueError("top-p ids and offsets go together: one of the two is missing")
     if ids is None and not trainable and kept is not None:
         ids, offsets = np.empty(0, np.int32), np.zeros(more + 1, np.int32)
-    before = sample.response_length if has_generated(sample) else 0
+    before = generated_before(sample)
     has, gets = kept is not None, offsets is not None
     check_uniform("top-p ids", before=before, has=has, more=more, gets=gets)
     if ids is None or offsets is None:

@@ -43,21 +43,30 @@ def open_turn(sample: SampleLike, limit: int | None) -> bool:
     written = LastWrite.of(sample)
     if written is None or not sample.response_length or sample.status.name == "FAILED":
         return bool(sample.status.name == "PENDING")
-    statuses, prompt = type(sample.status), len(sample.tokens) - sample.response_length
+    _check_prompt(sample, written)
+    if sample.response_length > written.tokens:
+        sample.status = type(sample.status)["PENDING"]
+        return True
+    if sample.status.name == "ABORTED" and _is_still_finished(sample, written, limit):
+        sample.status = type(sample.status)[written.status]
+    return bool(sample.status.name == "PENDING" and written.status != "PENDING")
+
+
+def _check_prompt(sample: SampleLike, written: LastWrite) -> None:
+    prompt = len(sample.tokens) - sample.response_length
     if written.prompt not in (0, prompt):  # 0: the prompt was sent as text
         raise ValueError(
             f"the sample has {len(sample.tokens)} tokens and a response_length of {sample.response_length}, which "
             f"leaves {prompt} for the prompt, but the prompt had {written.prompt} when a call was last written: append "
             "a tool's tokens with append_observation()"
         )
-    if sample.response_length > written.tokens:
-        sample.status = statuses["PENDING"]
-        return True
-    if sample.status.name == "ABORTED" and sample.response_length == written.tokens:
-        has_more_room = limit is not None and written.limit is not None and limit > written.limit
-        if written.status == "COMPLETED" or (written.status == "TRUNCATED" and not has_more_room):
-            sample.status = statuses[written.status]
-    return bool(sample.status.name == "PENDING" and written.status != "PENDING")
+
+
+def _is_still_finished(sample: SampleLike, written: LastWrite, limit: int | None) -> bool:
+    """Whether the response is the one that was finished."""
+    has_more_room = limit is not None and written.limit is not None and limit > written.limit
+    is_finished = written.status == "COMPLETED" or (written.status == "TRUNCATED" and not has_more_room)
+    return is_finished and sample.response_length == written.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +176,7 @@ class Turn:
         """
         if self.judge() is Verdict.FINISHED:
             return
-        if self._lacks_experts:
+        if self._lacks_rows:
             raise StreamfoldError("the routed experts of the last tokens are missing: only a further call sends them")
         self._finish("TRUNCATED", NO_STOP)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Int32 = npt.NDArray[np.int32]
 
-__all__ = ["check_expert_rows", "check_lengths", "check_offsets", "check_uniform", "has_generated"]
+__all__ = ["check_expert_rows", "check_lengths", "check_offsets", "check_uniform", "generated_before", "has_generated"]
 
 
 def check_lengths(sample: SampleLike) -> None:
@@ -69,6 +69,11 @@ def has_generated(sample: SampleLike) -> bool:
     """Whether any token of a response was generated: otherwise all are a tool's, which nothing was requested for."""
     is_trained = sample.loss_mask is None or any(sample.loss_mask)
     return sample.response_length > 0 and (is_trained or bool(getattr(sample, "version_spans", None)))
+
+
+def generated_before(sample: SampleLike) -> int:
+    """The number of tokens with which new ones have to be uniform: none, if all are a tool's."""
+    return sample.response_length if has_generated(sample) else 0
 
 
 def check_uniform(what: str, *, before: int, has: bool, more: int | None, gets: bool) -> None:

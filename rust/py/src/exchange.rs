@@ -78,6 +78,7 @@ impl Exchange {
     /// Raises ``ValueError`` if ``bodies`` is empty or ``max_bytes`` is negative.
     #[staticmethod]
     #[pyo3(signature = (head, bodies, *, max_bytes))]
+    #[allow(clippy::needless_pass_by_value, reason = "converted from a sequence")]
     fn replies(head: &RequestHead, bodies: Vec<PyBackedBytes>, max_bytes: i64) -> PyResult<Self> {
         if bodies.is_empty() {
             return Err(PyValueError::new_err("bodies must hold one body at least"));

@@ -95,7 +95,7 @@ impl Generation {
     #[new]
     #[pyo3(signature = (token_ids, logprobs=None, *, text=None, finish_reason=None, matched=None, routed_experts=None,
                         padded_rows=0, top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None,
-                        cached_tokens=None, clamped_logprobs=0, missing=Vec::new(), max_tokens_per_event=0,
+                        cached_tokens=None, clamped_logprobs=0, missing=None, max_tokens_per_event=0,
                         meta=None))]
     #[allow(clippy::too_many_arguments, reason = "the fields of the contract")]
     fn new(
@@ -113,7 +113,7 @@ impl Generation {
         prompt_tokens: Option<u64>,
         cached_tokens: Option<u64>,
         clamped_logprobs: usize,
-        missing: Vec<String>,
+        missing: Option<Vec<String>>,
         max_tokens_per_event: usize,
         meta: Option<Py<PyDict>>,
     ) -> PyResult<Self> {
@@ -165,7 +165,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
-            missing: PyTuple::new(py, missing)?.unbind(),
+            missing: PyTuple::new(py, missing.unwrap_or_default())?.unbind(),
             max_tokens_per_event,
             raw_meta: Vec::new(),
             meta: given,
