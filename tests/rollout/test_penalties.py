@@ -39,11 +39,9 @@ async def test_a_response_that_goes_on_with_penalties_is_counted_in_the_metrics_
 
 
 async def test_a_partial_response_of_an_earlier_rollout_with_penalties_is_restarted_on_request() -> None:
-    config = RolloutConfig(
-        groups=1, over_sampling=2, sampling_params=PARAMS, resume_penalties="restart", partial_rollout=True
-    )
+    config = RolloutConfig(groups=1, sampling_params=PARAMS, resume_penalties="restart", partial_rollout=True)
     with Loopback(token_rate=200) as engine:
-        buffer = Buffer(groups_of(2, size=1))
+        buffer = Buffer(groups_of(1, size=1))
         async with Client(engine.url) as client:
             rollout = Rollout(client, config)
             (first,) = buffer.take(1)
