@@ -240,10 +240,7 @@ class Generation:
         """
     @property
     def padded_rows(self) -> int:
-        """The number of rows in ``routed_experts`` that the engine padded: it has no experts for their tokens.
-
-        0 if the parser was given no ``experts``.
-        """
+        """The number of rows in ``routed_experts`` that the engine padded; 0 if the parser was given no ``experts``."""
     @property
     def top_p(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
         """The candidates that each token was sampled from: ``(token_ids int32 [m], offsets int32 [n + 1])``.

@@ -295,33 +295,6 @@ def test_samples_of_a_slime_that_is_too_old_are_refused_with_the_release_that_is
         asyncio.run(slime.generate_streaming(SimpleNamespace(), sample, PARAMS))
 
 
-# What needs no request, as in tests of a trainer's contracts, which have no options and a state without a tokenizer.
-
-
-async def test_without_the_trainers_options_a_response_that_is_complete_is_answered(newer: None) -> None:
-    sample = await ask(None, partial(1, 2), {"max_new_tokens": 2})  # type: ignore[arg-type]
-    assert (sample.status, sample.response_length) == (Status.TRUNCATED, 2)
-    noted = partial(1, 2, metadata={"streamfold_written": [3, 2, 2, "COMPLETED", None]})
-    assert (await ask(None, noted)).status is Status.COMPLETED  # type: ignore[arg-type]
-
-
-async def test_without_the_trainers_options_a_request_is_refused_by_what_is_missing(newer: None) -> None:
-    with pytest.raises(ValueError, match="args is None, and a request needs the router's address"):
-        await ask(None, sample_of())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the sample is COMPLETED"):
-        await ask(None, sample_of(status=Status.COMPLETED))  # type: ignore[arg-type]
-
-
-async def test_a_state_without_a_tokenizer_serves_samples_that_have_tokens(
-    slimes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: SimpleNamespace(aborted=False))
-    async with Server(whole()) as server:
-        assert (await ask(streaming(server), sample_of())).status is Status.COMPLETED
-        with pytest.raises(ValueError, match="GenerateState has no tokenizer, and the sample has no tokens"):
-            await ask(streaming(server), Sample(prompt="x"))
-
-
 async def test_top_p_ids_cannot_begin_in_the_middle_of_a_response(slimes: None) -> None:
     async with Server(whole()) as server:
         with pytest.raises(ValueError, match="1 response tokens lack top-p ids, but the next ones have them"):

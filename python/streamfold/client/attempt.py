@@ -18,7 +18,7 @@ from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, Stat
 from streamfold.client.deadlines import Deadline
 from streamfold.client.limits import Default
 from streamfold.client.request import replaced
-from streamfold.client.responses import error_from_response, is_duplicate_rid
+from streamfold.client.responses import error_from_failure, error_from_response, is_duplicate_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "AttemptOwner"]
 
 _logger = logging.getLogger("streamfold")
+
+_QUEUED = "no first token of request %s in %g s: requests wait at the engine, as long again is waited"
 
 # After the terminal event the body is read to its end: closing the socket would look like a client that disconnected.
 _REST_SECONDS = 1.0
@@ -366,23 +368,12 @@ class Attempt:
 
     def _on_ended(self, _: None) -> None:
         if self._failure is not None and self._state is not State.REST:
-            self._end(self._error_of(self._failure))
+            self._end(error_from_failure(self._failure, self._request.url, self._timeouts.connect))
         elif self._head is not None and not self._head.is_stream and self._exchange is not None:
             hint = self._control.engine.hint(self._head.status)
             self._end(error_from_response(self._head, self._exchange.take_body(), hint))
         else:
             self._end()
-
-    def _error_of(self, failure: Failure) -> StreamfoldError:
-        url = self._request.url
-        if failure.timed_out:
-            limit = f"within {self._timeouts.connect} s (Timeouts.connect)"
-            reason = f": {failure.message}" if failure.message else ""
-            error: StreamfoldError = EngineTimeout(f"no connection to {url} {limit}{reason}", phase="connect")
-        else:
-            error = EngineError(f"no reply from {url}: {failure.message}", retryable=failure.retryable)
-        error.__cause__ = failure.cause
-        return error
 
     def _end(self, error: BaseException | None = None) -> None:
         """Nothing more is read."""
@@ -444,12 +435,7 @@ class Attempt:
         if self._phase != "first_token" or self._is_over or self._state in ABORTING:
             return
         if has_queue:
-            seconds = self._timeouts.first_token
-            _logger.warning(
-                "no first token of request %s in %g s: requests wait at the engine, as long again is waited",
-                self.rid,
-                seconds,
-            )
+            _logger.warning(_QUEUED, self.rid, self._timeouts.first_token)
         else:
             self._time_out("first_token")
 

@@ -1,4 +1,4 @@
-"""Responses that are no event stream: their EngineError, with the server's message and ``Retry-After``."""
+"""Replies that are no event stream, and those that never come: their errors, with the server's message and ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from streamfold.errors import EngineError, quote
+from streamfold.errors import EngineError, EngineTimeout, StreamfoldError, quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from streamfold.client.drivers.base import Head
+    from streamfold.client.drivers.base import Failure, Head
 
-__all__ = ["error_from_response", "error_message", "is_duplicate_rid", "retry_after"]
+__all__ = ["error_from_failure", "error_from_response", "error_message", "is_duplicate_rid", "retry_after"]
 
 _MAX_MESSAGE_CHARS = 2000
 # SGLang; vLLM; vLLM's Rust frontend.
@@ -39,6 +39,18 @@ def error_from_response(head: Head, body: bytes, hint: str = "") -> EngineError:
     kind = ", ".join(headers.get(name, "") for name in ("content-type", "content-encoding")).strip(", ")
     message = f"expected an uncompressed text/event-stream, got {kind or 'no content type'}: {quote(body)}"
     return EngineError(message, status=status)
+
+
+def error_from_failure(failure: Failure, url: str, connect_seconds: float | None) -> StreamfoldError:
+    """The error that a failed exchange means; ``connect_seconds`` is the limit for the connection."""
+    if failure.timed_out:
+        limit = f"within {connect_seconds} s (Timeouts.connect)"
+        reason = f": {failure.message}" if failure.message else ""
+        error: StreamfoldError = EngineTimeout(f"no connection to {url} {limit}{reason}", phase="connect")
+    else:
+        error = EngineError(f"no reply from {url}: {failure.message}", retryable=failure.retryable)
+    error.__cause__ = failure.cause
+    return error
 
 
 def is_duplicate_rid(error: BaseException | None) -> bool:

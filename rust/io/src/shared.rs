@@ -25,6 +25,7 @@ pub struct Shared {
     /// Keeps the request's body alive until [`Shared::unpin`]: who drives the exchange may not be allowed to free it.
     pinned: Mutex<Option<Body>>,
     expects_stream: bool,
+    comes_in_parts: bool,
     token_count: AtomicUsize,
     /// The bits of an f64.
     first_token_at: AtomicU64,
@@ -59,6 +60,7 @@ impl Shared {
             guarded: Mutex::new(Guarded { exchange, is_broken: false }),
             pinned,
             expects_stream: matches!(expected, Expected::Stream { .. }),
+            comes_in_parts: !matches!(expected, Expected::Body { .. }),
             token_count: AtomicUsize::new(0),
             first_token_at: AtomicU64::new(never),
             last_token_at: AtomicU64::new(never),
@@ -130,6 +132,12 @@ impl Shared {
     #[must_use]
     pub fn expects_stream(&self) -> bool {
         self.expects_stream
+    }
+
+    /// Whether one read may take many parts of what is expected: a stream, or replies to several requests.
+    #[must_use]
+    pub fn comes_in_parts(&self) -> bool {
+        self.comes_in_parts
     }
 
     /// Whether the reply with that head is the stream that is expected.

@@ -43,9 +43,7 @@ pub(crate) struct Generation {
     /// 65535.
     #[pyo3(get)]
     routed_experts: Option<Py<PyAny>>,
-    /// The number of rows in ``routed_experts`` that the engine padded: it has no experts for their tokens.
-    ///
-    /// 0 if the parser was given no ``experts``.
+    /// The number of rows in ``routed_experts`` that the engine padded; 0 if the parser was given no ``experts``.
     #[pyo3(get)]
     padded_rows: usize,
     /// The candidates that each token was sampled from: ``(token_ids int32 [m], offsets int32 [n + 1])``.

@@ -317,12 +317,12 @@ impl ConnectionProtocol {
         Ok(converted)
     }
 
-    /// Let the connection rest after a read from a stream, unless somebody waits for what comes.
+    /// Let the connection rest after a read of a part, unless somebody waits for what comes.
     fn rest_if_ordinary(&self, py: Python<'_>, bytes: usize) -> PyResult<()> {
         let should_rest = self.rest.get().finish(bytes, &mut self.lock().habit);
         let (Some(carried), Some(reader)) = (self.carried(py), self.reader(py)) else { return Ok(()) };
         let state = carried.exchange.state();
-        let is_ordinary = carried.exchange.expects_stream()
+        let is_ordinary = carried.exchange.comes_in_parts()
             && !carried.is_aborted
             && matches!(state, State::Head | State::Waiting | State::Streaming | State::Rest);
         if should_rest && is_ordinary { self.rest.get().pause(&reader) } else { Ok(()) }

@@ -11,9 +11,9 @@ use crate::shared::Shared;
 /// The two polls of a reactor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
-    /// Swept without a rest: connecting, sending, replies that are no stream, what follows an abort.
+    /// Swept without a rest: connecting, sending, single replies that are no stream, what follows an abort.
     Urgent,
-    /// Swept with rests: streams, and connections without an exchange.
+    /// Swept with rests: streams, replies to several requests, and connections without an exchange.
     Ordinary,
 }
 
@@ -83,7 +83,7 @@ impl Connection {
             Phase::Busy { exchange, is_aborted } => Some(match exchange.state() {
                 State::Sending => (Lane::Urgent, Interest::Both),
                 State::Refused => (Lane::Urgent, Interest::Read),
-                _ if *is_aborted || !exchange.expects_stream() => (Lane::Urgent, Interest::Read),
+                _ if *is_aborted || !exchange.comes_in_parts() => (Lane::Urgent, Interest::Read),
                 _ => (Lane::Ordinary, Interest::Read),
             }),
             // The exchange of a new connection is about to start.
