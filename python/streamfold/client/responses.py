@@ -1,4 +1,4 @@
-"""Replies that are no event stream, and those that never come: their errors, with the server's message and ``Retry-After``."""
+"""Replies that are no event stream, and those that never come: the errors that they mean."""
 
 from __future__ import annotations
 
