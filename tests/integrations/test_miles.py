@@ -218,6 +218,22 @@ async def test_a_full_context_is_truncated_without_a_request(context: int) -> No
     assert (sample.status, response_of(sample)) == (Status.TRUNCATED, [1, 2])
 
 
+@pytest.mark.parametrize(("context", "budget"), [(10, 3), (8, 1), (100, 64), (None, 64), (7, 0), (5, 0)])
+async def test_a_prompt_that_has_no_ids_yet_counts_in_the_context(context: int | None, budget: int) -> None:
+    prompt = "a story"  # seven ids
+    reply = stream(event([1], 1, "stop", prompt_tokens=len(prompt)), DONE)
+    async with Replay(reply) as server:
+        sample = sample_of(prompt=prompt, tokens=[])
+        state = state_of(server, rollout_max_context_len=context)
+        state.tokenizer.encode = lambda text, **_: list(text.encode())
+        await ask(state, sample)
+    sent = [request.json["sampling_params"]["max_new_tokens"] for request in server.generates]
+    assert sent == ([budget] if budget else [])
+    assert sample.status is (Status.COMPLETED if budget else Status.TRUNCATED)
+    assert sample.tokens[: len(prompt)] == list(prompt.encode())
+    sample.validate()
+
+
 async def test_adapters_are_named_as_miles_names_them() -> None:
     AdaptersCache.served = {"math": SimpleNamespace(version=4)}
     async with Replay(whole()) as server:

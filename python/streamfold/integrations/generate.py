@@ -53,8 +53,7 @@ async def generate_sample(
     """
     integration.check(args, sample, sampling_params, evaluation=evaluation)
     params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
-    limit = params.get("max_new_tokens")
-    open_turn(sample, limit)
+    open_turn(sample, params.get("max_new_tokens"))
     if is_finished(sample) and LastWrite.of(sample) is not None:
         return sample
     check_ready(sample)
@@ -64,6 +63,9 @@ async def generate_sample(
     if state is None:
         state = integration.rollout_module.GenerateState(args)
     _set_prompt_ids(integration, sample, state)
+    # Again: what a prompt leaves of a context is known once it has ids.
+    params = integration.sampling_params(args, sample, sampling_params, evaluation=evaluation)
+    limit = params.get("max_new_tokens")
     settings = Settings.of(args)
     handle = await client_for(integration, args, settings, sample)
     tokenizer = getattr(state, "tokenizer", None)
