@@ -275,6 +275,24 @@ async def test_a_budget_of_zero_or_a_used_up_one_truncates_without_a_request(spe
     assert (full.status, full.tokens) == (Sample.Status.TRUNCATED, [*PROMPT, 10, 11])
 
 
+@pytest.mark.parametrize("logprobs", [None, [-0.5, -0.5]])
+async def test_a_full_response_that_lacks_side_data_is_truncated_all_the_same(
+    speech: Speech, logprobs: list[float] | None
+) -> None:
+    """No request follows, so that nothing can be missing beside its tokens."""
+    sample = sample_of(max_new_tokens=2, custom_params={"return_top_p_token_ids": True})
+    sample.tokens, sample.response, sample.response_length = [*PROMPT, 10, 11], "kl", 2
+    sample.loss_mask, sample.rollout_log_probs, sample.status = [1, 1], logprobs, Sample.Status.ABORTED
+    async with speech.replay() as engine, speech.client(engine.url, retries=SOON) as client:
+        await completed(client, sample)
+        assert engine.requests == []
+    assert (sample.status, sample.tokens, sample.rollout_log_probs) == (
+        Sample.Status.TRUNCATED,
+        [*PROMPT, 10, 11],
+        logprobs,
+    )
+
+
 @sglang_alone
 async def test_tokens_whose_top_p_ids_were_lost_are_dropped_and_counted(speech: Speech) -> None:
     whole = stream(event([10, 11], 2, "stop", top_p_token_ids=[10, 11, 12], top_p_token_offsets=[0, 1, 3]), DONE)

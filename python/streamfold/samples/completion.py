@@ -315,7 +315,7 @@ class _Completion:
         extra, has_budget = self._options.extra, left is None or left > 0  # without it no request is sent
         if has_budget and not callable(extra) and not (extra or {}).keys() & (PROMPT_KEYS | MEDIA_KEYS):
             self._images = image_fields(sample, self._engine_spec)
-        if not has_generated(sample):
+        if not has_budget or not has_generated(sample):
             return
         has_logprobs = sample.rollout_log_probs is not None
         check_uniform("log-probabilities", before=before, has=has_logprobs, more=None, gets=self._options.logprobs)
