@@ -225,7 +225,8 @@ async def test_a_prompt_that_has_no_ids_yet_counts_in_the_context(context: int |
     async with Replay(reply) as server:
         sample = sample_of(prompt=prompt, tokens=[])
         state = state_of(server, rollout_max_context_len=context)
-        state.tokenizer.encode = lambda text, **_: list(text.encode())
+        tokenizer: Any = state.tokenizer
+        tokenizer.encode = lambda text, **_: list(text.encode())
         await ask(state, sample)
     sent = [request.json["sampling_params"]["max_new_tokens"] for request in server.generates]
     assert sent == ([budget] if budget else [])
