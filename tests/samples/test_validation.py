@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamfold.samples.reset import shorten
 from streamfold.samples.sample import Sample
 from streamfold.samples.validation import check_expert_rows, check_lengths, check_uniform
 from support.host.slime.utils.types import Sample as HostSample
@@ -33,6 +34,32 @@ def test_lengths_that_agree_are_accepted(kind: Any) -> None:
     check_lengths(sample_with(kind))
     check_lengths(sample_with(kind, rollout_top_p_token_offsets=[0, 2, 3], rollout_routed_experts=None))
     check_lengths(sample_with(kind, rollout_routed_experts=np.zeros((2, 2, 1), np.int32)))  # of the prompt alone
+
+
+class Reference:
+    """A host's reference to a tensor elsewhere: it has a shape and no length."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.shape = (len(values),)
+        self._values = values
+
+    def load(self) -> Any:
+        return np.array(self._values, np.int32)
+
+
+def test_top_p_ids_that_are_references_are_checked_and_cut() -> None:
+    def sample(offsets: list[int]) -> Any:
+        ids = Reference([1, 9, 2])
+        return sample_with(HostSample, rollout_top_p_token_ids=ids, rollout_top_p_token_offsets=Reference(offsets))
+
+    check_lengths(sample([0, 2, 3]))
+    with pytest.raises(ValueError, match="start at 0, end at 3"):
+        check_lengths(sample([0, 2, 2]))
+    cut = sample([0, 2, 3])
+    cut.response = "ab"
+    shorten(cut, 1, 1)
+    assert (cut.rollout_top_p_token_ids.tolist(), cut.rollout_top_p_token_offsets.tolist()) == ([1, 9], [0, 2])
+    check_lengths(cut)
 
 
 @BOTH

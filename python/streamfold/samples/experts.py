@@ -81,7 +81,12 @@ def kept_experts(sample: Any) -> Any:  # noqa: ANN401  # ours or a host's
         return _array(materialize(replace=False))
     if _is_of_parts(values):
         return np.concatenate([_array(part) for part in values])
-    return _array(values.load() if hasattr(values, "load") else values)
+    return _array(loaded(values))
+
+
+def loaded(values: Any) -> Any:  # noqa: ANN401  # a host's
+    """What a host's reference to a tensor stands for; anything else as it is."""
+    return values.load() if hasattr(values, "load") else values
 
 
 def _is_of_parts(values: Any) -> bool:  # noqa: ANN401  # a host's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from streamfold.samples.experts import kept_experts, kept_rows
+from streamfold.samples.experts import kept_experts, kept_rows, loaded
 from streamfold.samples.metadata import (
     CALL_VERSIONS,
     SECONDS,
@@ -72,10 +72,10 @@ def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     if kept_rows(sample) > rows:
         cast("Any", sample).rollout_routed_experts = kept_experts(sample)[:rows]
     if (offsets := getattr(sample, "rollout_top_p_token_offsets", None)) is not None:
-        ends |= {"rollout_top_p_token_ids": int(offsets[tokens]), "rollout_top_p_token_offsets": tokens + 1}
+        ends |= {"rollout_top_p_token_ids": int(loaded(offsets)[tokens]), "rollout_top_p_token_offsets": tokens + 1}
     for name, end in ends.items():
         if (values := getattr(sample, name, None)) is not None:
-            setattr(sample, name, values[:end])
+            setattr(sample, name, loaded(values)[:end])
     if isinstance(sample, Sample):
         spans = [(label, start, min(end, tokens)) for label, start, end in sample.version_spans if start < tokens]
         sample.version_spans = spans

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamfold.samples.experts import count_rows
+from streamfold.samples.experts import count_rows, loaded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -50,7 +50,8 @@ def _check_top_p(sample: SampleLike, length: int) -> None:
             "rollout_top_p_token_ids and rollout_top_p_token_offsets go together: one of the two is missing"
         )
     if ids is not None and offsets is not None:
-        check_offsets("rollout_top_p_token_offsets", np.asarray(offsets), len(ids), length)
+        count = count_rows(sample, "rollout_top_p_token_ids")
+        check_offsets("rollout_top_p_token_offsets", np.asarray(loaded(offsets)), count, length)
 
 
 def check_offsets(name: str, offsets: Int32, ids: int, tokens: int) -> None:
