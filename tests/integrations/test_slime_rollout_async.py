@@ -76,7 +76,7 @@ def soon(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("name", HOSTS)
 @newer_and_older
-@pytest.mark.parametrize("partial_rollout", [True, False], ids=["resumed", "restarted"])
+@pytest.mark.parametrize("partial_rollout", [True, False], ids=["with the option", "without it"])
 def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed(
     name: str, new: bool, partial_rollout: bool
 ) -> None:
@@ -103,6 +103,8 @@ def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed
         def more() -> list[list[Sample]]:
             output = entry_module().generate_rollout_async(args, next(rollouts), source)
             assert isinstance(output, RolloutFnTrainOutput if new else list)
+            if isinstance(output, RolloutFnTrainOutput):
+                assert (output.metrics or {})["streamfold/tokens/lost"] == 0
             return output.samples if isinstance(output, RolloutFnTrainOutput) else output
 
         def runs() -> bool:
@@ -128,7 +130,7 @@ def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed
             assert sum(call is sample for call in rewards.calls) == 1
         waiting = source.buffer.take(len(source.buffer))
         calls = max(len(sample.weight_versions) for group in groups + waiting for sample in group)
-        assert (calls > 1) == partial_rollout, "only resumed samples have tokens of several calls"
+        assert calls > 1, "a weight update came in the middle of a response"
         assert sorted(g[0].group_index for g in groups + waiting) == list(range(source.buffer.position))
         assert len(groups) == 3 * next(rollouts)
         assert len(waiting) > 0
@@ -145,6 +147,28 @@ def test_groups_are_started_although_a_run_that_died_has_left_the_trainers_state
         assert {sample.response_length for group in groups for sample in group} == {5}
         assert not state.aborted
         entry_module().close_rollout()
+
+
+@pytest.mark.parametrize("end", [Status.ABORTED, OSError("tool")], ids=["aborted by the engine", "failed"])
+@pytest.mark.parametrize("options", list(itertools.product([True, False], repeat=2)), ids=str)
+def test_tokens_of_a_call_that_ended_early_are_carried_on_and_masked_only_with_both_options(
+    host: None, end: Any, options: tuple[bool, bool]
+) -> None:
+    partial_rollout, masks = options
+    args = scripted(
+        Scripted({0: [(3, end), (2, Status.COMPLETED)]}),
+        partial_rollout=partial_rollout,
+        mask_offpolicy_in_partial_rollout=masks,
+        rollout_batch_size=1,
+        streamfold_in_flight=1,
+        streamfold_tries=2,
+        streamfold_sample_retries=0,
+    )
+    source = entry_module().DataSource(args)
+    groups = [given(args, rollout_id, source)[0][0] for rollout_id in range(2)]
+    (sample,) = [sample for sample in groups if sample.index == 0]
+    assert sample.response == "xxxxx"
+    assert sample.loss_mask == [0 if partial_rollout and masks else 1] * 3 + [1] * 2
 
 
 def test_finished_groups_wait_for_the_next_rollout_and_keep_the_order_in_which_they_finished(host: None) -> None:

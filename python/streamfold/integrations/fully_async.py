@@ -4,8 +4,9 @@ For vime it is ``streamfold.vime.generate_rollout_async``.
 
 Groups stay in flight while the trainer trains, in an event loop in a thread of their own; see
 :class:`~streamfold.Pool`. A rollout returns the groups that finished first. When engines abort their requests to load
-new weights, samples are resumed with ``--partial-rollout``, otherwise restarted. The weight version is the number of
-the rollout: ``streamfold_max_staleness`` counts rollouts.
+new weights, samples carry on from the tokens that they have, as in the trainers' own workers, also without
+``--partial-rollout``. The older tokens are masked with ``--partial-rollout --mask-offpolicy-in-partial-rollout``. The
+weight version is the number of the rollout: ``streamfold_max_staleness`` counts rollouts.
 
 Otherwise as :mod:`streamfold.integrations.rollout`, settings included. ``keep_when_insufficient`` of a dynamic filter
 has no effect: a pool has no batch that could be too small.
@@ -73,8 +74,9 @@ def generate_rollout_async(
         StreamfoldError: too many groups failed since the last call. All groups have been returned to the data source,
             and the next call starts a new pool.
         Exception: what the data source, a filter, or an evaluation raised; the same applies.
-        ValueError: a setting is invalid.
+        ValueError: a setting is invalid, or ``rollout_data_transport`` is ``"straw"``.
     """
+    integration.refuse_leases(args, "generate_rollout_async")
     with _lock:
         background = _backgrounds.get(integration.package)
         if background is None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from streamfold.integrations.settings import Args
     from streamfold.rollout.groups import Group
 
-__all__ = ["GroupFilters", "RewardModel", "SampleGenerator"]
+__all__ = ["GroupFilters", "RewardModel", "SampleGenerator", "masks_offpolicy"]
 
 _logger = logging.getLogger("streamfold")
 
@@ -41,18 +41,34 @@ State: TypeAlias = Any  # the trainer's GenerateState
 class SampleGenerator:
     """Generates a sample with the function that the trainer would use, then calls the trainer's sample hooks.
 
-    Samples that the engine aborted by itself, as it does before it loads new weights, are resumed (with
-    ``--partial-rollout``) or restarted, up to ``client.retries.tries`` times.
+    Samples that the engine aborted by itself, as it does before it loads new weights, are resumed or restarted, up to
+    ``client.retries.tries`` times.
+
+    Args:
+        integration: the trainer.
+        args: its options.
+        state: its ``GenerateState``.
+        client: of its router.
+        reward_model: is told which samples were made of one.
+        resumes: whether samples are resumed; otherwise they are restarted.
     """
 
     def __init__(
-        self, integration: Integration, args: Args, state: State, client: Client, reward_model: RewardModel
+        self,
+        integration: Integration,
+        args: Args,
+        state: State,
+        client: Client,
+        reward_model: RewardModel,
+        *,
+        resumes: bool,
     ) -> None:
         self._integration = integration
         self._args = args
         self._state = state
         self._retries = client.retries
         self._reward_model = reward_model
+        self._resumes = resumes
         self._hooks = integration.find("rollout.sample_hooks", "apply_rollout_sample_hooks")
         if not getattr(args, "rollout_sample_hook_path", None):
             self._hooks = None
@@ -108,11 +124,11 @@ class SampleGenerator:
         return made
 
     def _prepare_retry(self, sample: TrainerSample) -> None:
-        """Prepare a sample that the engine aborted: to be resumed with ``--partial-rollout``, else to be restarted."""
+        """Prepare a sample that the engine aborted to be resumed or restarted."""
         _logger.info("the engine aborted sample %s after %d tokens; retrying", sample.index, sample.response_length)
-        if not getattr(self._args, "partial_rollout", False):
+        if not self._resumes:
             restart_samples([sample])
-        elif sample.response_length and getattr(self._args, "mask_offpolicy_in_partial_rollout", False):
+        elif sample.response_length and masks_offpolicy(self._args):
             sample.loss_mask = [0] * sample.response_length
         add_counts(sample, resumed=1)
 
@@ -251,6 +267,11 @@ class GroupFilters:
         """How many groups the dynamic filter has dropped since the last call, by its reasons; slime's names."""
         drops, self._drops = self._drops, Counter()
         return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in drops.items()}
+
+
+def masks_offpolicy(args: Args) -> bool:
+    """Whether tokens of earlier calls are masked when a response is resumed: with both of the trainer's options."""
+    return all(bool(getattr(args, f"{name}partial_rollout", False)) for name in ("", "mask_offpolicy_in_"))
 
 
 def _function(integration: Integration, args: Args, option: str) -> Callable[..., Any] | None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from streamfold.integrations.data_source import durable_buffer
 from streamfold.integrations.generate import client_for
-from streamfold.integrations.hooks import GroupFilters, RewardModel, SampleGenerator
+from streamfold.integrations.hooks import GroupFilters, RewardModel, SampleGenerator, masks_offpolicy
 from streamfold.integrations.settings import Settings
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.parts import RolloutHooks
@@ -65,8 +65,9 @@ def generate_rollout(
     Raises:
         StreamfoldError: too many groups failed. All groups have been returned to the data source.
         Exception: what the data source, a filter, or an evaluation raised. All groups have been returned too.
-        ValueError: a setting is invalid.
+        ValueError: a setting is invalid, or ``rollout_data_transport`` is ``"straw"``.
     """
+    integration.refuse_leases(args, "generate_rollout")
     work = evaluate(integration, args, rollout_id) if evaluation else _train(integration, args, rollout_id, data_source)
     run = integration.find("utils.async_utils", "run") or asyncio.run
     return run(work)
@@ -144,12 +145,14 @@ class TrainerRollout:
         self._data_source = data_source
         self._filters = GroupFilters(integration, args, data_source, batch=None if pooled else args.rollout_batch_size)
         reward_model = RewardModel(integration, args)
+        # What is in flight across rollouts carries on at a weight update, without the option too, as with the trainers.
+        resumes = pooled or bool(getattr(args, "partial_rollout", False))
         self.rollout: Final = Rollout(
             client,
-            _config(integration, args, settings, state.sampling_params),
+            _config(integration, args, settings, state.sampling_params, resumes=resumes),
             reward=reward_model,
             sample_filter=self._filters.show_batch,
-            generate=SampleGenerator(integration, args, state, client, reward_model),
+            generate=SampleGenerator(integration, args, state, client, reward_model, resumes=resumes),
             on_abort=self._mark_aborted,
             hooks=RolloutHooks(
                 count_engines=partial(_count_engines, integration, args),
@@ -184,8 +187,9 @@ def _count_engines(integration: Integration, args: Args) -> int | None:
     return max(1, gpus // per_engine) if gpus and per_engine else None
 
 
-def _config(integration: Integration, args: Args, settings: Settings, sampling_params: dict[str, Any]) -> RolloutConfig:
-    partial_rollout = bool(getattr(args, "partial_rollout", False))
+def _config(
+    integration: Integration, args: Args, settings: Settings, sampling_params: dict[str, Any], *, resumes: bool
+) -> RolloutConfig:
     is_seeded = integration.engine_option(args, "enable_deterministic_inference", None)
     return RolloutConfig(
         sampling_params=sampling_params,
@@ -193,8 +197,8 @@ def _config(integration: Integration, args: Args, settings: Settings, sampling_p
         n_samples_per_prompt=args.n_samples_per_prompt,
         over_sampling=getattr(args, "over_sampling_batch_size", None),
         concurrency=integration.engine_option(args, "server_concurrency", RolloutConfig.concurrency),
-        partial_rollout=partial_rollout,
-        mask_offpolicy=partial_rollout and bool(getattr(args, "mask_offpolicy_in_partial_rollout", False)),
+        partial_rollout=resumes,
+        mask_offpolicy=masks_offpolicy(args),
         keep_finished=settings.keep_finished,
         abort_seconds=settings.abort_seconds,
         reward_seconds=settings.reward_seconds,
