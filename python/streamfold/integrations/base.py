@@ -148,6 +148,15 @@ class Integration(ABC):
 
     # What it does differently.
 
+    def refuse_leases(self, args: Args, name: str) -> None:
+        """Raise ValueError if workers lease their prompts, in which our function or class ``name`` takes no part."""
+        if getattr(args, "rollout_data_transport", None) == "straw":
+            raise ValueError(
+                'with rollout_data_transport="straw" worker processes lease their prompts, and '
+                f"streamfold.{self.package}.{name} takes no part in leases: use {self.package}'s own rollout function and data source, with "
+                f"--custom-generate-function-path {self.generate_path}, or --rollout-data-transport object-store"
+            )
+
     def check(self, args: Args, sample: TrainerSample, sampling_params: Mapping[str, Any], *, evaluation: bool) -> None:
         """Raise ValueError for what cannot succeed, before any request leaves."""
         del sampling_params, evaluation

@@ -242,25 +242,29 @@ def data_source_class(integration: Integration) -> type[Any]:
     except ModuleNotFoundError:  # older releases
         module = integration.module("ray.rollout_data_source")
     sample_type = integration.module("utils.types").Sample
-    return _subclass(integration.package, module.RolloutDataSource, module.RolloutDataSourceWithBuffer, sample_type)
+    return _subclass(integration, module.RolloutDataSource, module.RolloutDataSourceWithBuffer, sample_type)
 
 
 @functools.cache  # one class for each installed trainer, so that isinstance works
-def _subclass(package: str, prompts_only: Any, with_buffer: Any, sample_type: type[Any]) -> type[Any]:  # noqa: ANN401
+def _subclass(integration: Integration, prompts_only: Any, with_buffer: Any, sample_type: type[Any]) -> type[Any]:  # noqa: ANN401
     class DataSource(with_buffer):  # type: ignore[misc]  # the trainer's class is known at run time only
         """The trainer's ``RolloutDataSourceWithBuffer``, with a buffer that is saved and loaded with the checkpoint.
+
+        Raises:
+            ValueError: ``rollout_data_transport`` is ``"straw"``.
 
         Attributes:
             durable: what our rollout functions report their groups to.
             buffer: its groups, a :class:`~streamfold.Buffer`.
         """
 
-        __module__ = f"streamfold.{package}"
+        __module__ = f"streamfold.{integration.package}"
         __qualname__ = "DataSource"
 
         def __init__(self, args: Args) -> None:
+            integration.refuse_leases(args, "DataSource")
             super().__init__(args)
-            self.durable = DurableBuffer(self, self._draw, sample_type, package)
+            self.durable = DurableBuffer(self, self._draw, sample_type, integration.package)
             self.buffer: Any = self.durable.buffer
 
         def _draw(self) -> Any:  # noqa: ANN401  # one group
