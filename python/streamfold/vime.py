@@ -81,7 +81,7 @@ class Vime(Integration):
         prime = getattr(self.rollout_module, "prime_encoder", None)
         if prime is not None and not request.abort.is_set():  # for encoders on servers of their own
             await prime(request.args, messages)
-        with self.span(sample, "mm_render", **model):
+        with self.span(sample, "vllm_mm_render", **model):
             rendered = await multimodal.render(request, {**model, "messages": messages})
         if rendered is None:
             return None

@@ -153,7 +153,8 @@ class Integration(ABC):
         if getattr(args, "rollout_data_transport", None) == "straw":
             raise ValueError(
                 'with rollout_data_transport="straw" worker processes lease their prompts, and '
-                f"streamfold.{self.package}.{name} takes no part in leases: use {self.package}'s own rollout function and data source, with "
+                f"streamfold.{self.package}.{name} takes no part in leases: use "
+                f"{self.package}'s own rollout function and data source, with "
                 f"--custom-generate-function-path {self.generate_path}, or --rollout-data-transport object-store"
             )
 
@@ -217,12 +218,12 @@ class Integration(ABC):
 
     # Its trace.
 
-    def span(self, sample: TrainerSample, name: str, **attrs: Any) -> AbstractContextManager[Any]:  # noqa: ANN401
-        """A span ``{engine}_{name}`` on the trainer's trace; a null context if that release has no traces."""
+    def span(self, target: TrainerSample, name: str, **attrs: Any) -> AbstractContextManager[Any]:  # noqa: ANN401
+        """A span on the trainer's trace of a sample, or of a list of them; a null context without traces."""
         trace_span = self._trace_helper("trace_span")
         if trace_span is None:
             return contextlib.nullcontext()
-        span: AbstractContextManager[Any] = trace_span(sample, f"{self.engine}_{name}", attrs=attrs)
+        span: AbstractContextManager[Any] = trace_span(target, name, attrs=attrs)
         return span
 
     def update_span(self, span: object, generation: Generation) -> None:

@@ -165,7 +165,8 @@ class _Background:
                 await self._close_pool()
                 current = await self._open_pool(args, rollout_id, data_source)
             current.pool.version = rollout_id
-            groups = await current.pool.next(args.rollout_batch_size)
+            with current.trainer_rollout.progress.shown(current.pool.ready):
+                groups = await current.pool.next(args.rollout_batch_size)
         except Exception:
             await self._close_pool()
             raise

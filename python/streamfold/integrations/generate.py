@@ -79,7 +79,10 @@ async def generate_sample(
         abort=handle.abort_signal(state),
     )
     budget = None if limit is None else limit - sample.response_length
-    with integration.span(sample, "generate", max_new_tokens=budget) as span, handle.watch(request.abort):
+    with (
+        integration.span(sample, f"{integration.engine}_generate", max_new_tokens=budget) as span,
+        handle.watch(request.abort),
+    ):
         try:
             await _complete(
                 integration,

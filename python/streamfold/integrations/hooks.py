@@ -176,11 +176,19 @@ class RewardModel:
     async def _judge(self, judged: TrainerSample | list[TrainerSample]) -> Any:  # noqa: ANN401
         rm_hub: Any = self._integration.module("rollout.rm_hub")
         if isinstance(judged, list):
-            return await rm_hub.batched_async_rm(self._args, judged)
+            with self._integration.span(judged, "group_reward_model"):
+                return await rm_hub.batched_async_rm(self._args, judged)
         batch = self._batches.get(id(judged))
         if batch is None:
-            return await rm_hub.async_rm(self._args, judged)
-        reward = await batch.reward(judged, lambda samples: rm_hub.batched_async_rm(self._args, samples))
+            with self._integration.span(judged, "reward_model"):
+                return await rm_hub.async_rm(self._args, judged)
+
+        async def judge(samples: list[TrainerSample]) -> list[Any]:
+            with self._integration.span(samples, "reward_model"):
+                rewards: list[Any] = await rm_hub.batched_async_rm(self._args, samples)
+            return rewards
+
+        reward = await batch.reward(judged, judge)
         del self._batches[id(judged)]
         return reward
 

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from streamfold.integrations.data_source import durable_buffer
 from streamfold.integrations.generate import client_for
 from streamfold.integrations.hooks import GroupFilters, RewardModel, SampleGenerator, masks_offpolicy
+from streamfold.integrations.progress import RolloutProgress
 from streamfold.integrations.settings import Settings
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.parts import RolloutHooks
 from streamfold.rollout.rollout import Rollout
+from streamfold.rollout.spans import Spans
 
 if TYPE_CHECKING:
     from streamfold.client.client import Client
@@ -76,7 +78,8 @@ def generate_rollout(
 async def _train(integration: Integration, args: Args, rollout_id: int, data_source: Source) -> Any:  # noqa: ANN401
     trainer_rollout = await create_rollout(integration, args, Settings.of(args), data_source)
     try:
-        result = await trainer_rollout.rollout.run(data_source, rollout_id)
+        with trainer_rollout.progress.shown():
+            result = await trainer_rollout.rollout.run(data_source, rollout_id)
     finally:
         trainer_rollout.reset()
     return trainer_rollout.output(rollout_id, result.groups, result.metrics)
@@ -127,6 +130,7 @@ class TrainerRollout:
 
     Attributes:
         rollout: the rollout.
+        progress: the trainer's log lines and bar.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class TrainerRollout:
         self._integration = integration
         self._state = state
         self._data_source = data_source
+        self.progress: Final = RolloutProgress(integration, args)
         self._filters = GroupFilters(integration, args, data_source, batch=None if pooled else args.rollout_batch_size)
         reward_model = RewardModel(integration, args)
         # What is in flight across rollouts carries on at a weight update, without the option too, as with the trainers.
@@ -157,12 +162,17 @@ class TrainerRollout:
             hooks=RolloutHooks(
                 count_engines=partial(_count_engines, integration, args),
                 on_taken=reward_model.judge_lists_together,
-                filter=self._filters.keeps,
+                spans=Spans(
+                    group=lambda group: integration.span(group, "generate_and_rm_group", group_size=len(group)),
+                    sample=lambda sample: integration.span(sample, "generate_and_rm"),
+                ),
+                filter=self._keeps,
             ),
         )
 
     def output(self, rollout_id: int, groups: list[Group], metrics: dict[str, float]) -> Any:  # noqa: ANN401
         """Groups and metrics as the trainer takes them; a durable buffer notes that they were delivered."""
+        self.progress.finish(groups)
         if (durable := durable_buffer(self._data_source)) is not None:
             durable.delivered(groups, rollout_id)
         output_type = self._integration.find(_TYPES, "RolloutFnTrainOutput")
@@ -173,6 +183,13 @@ class TrainerRollout:
         """Clear ``aborted`` of the trainer's state."""
         getattr(self._state, "reset", lambda: None)()
         self._state.aborted = False
+
+    def _keeps(self, group: Group, others: int) -> tuple[bool, str | None]:
+        self.progress.note_finished(group)
+        verdict = self._filters.keeps(group, others)
+        if verdict[0]:
+            self.progress.note_accepted(group)
+        return verdict
 
     def _mark_aborted(self) -> None:
         self._state.aborted = True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold.rollout.rewards import Rewards
 from streamfold.rollout.scheduler import GroupScheduler
+from streamfold.rollout.spans import NO_SPANS, Spans
 from streamfold.rollout.tracker import GroupTracker
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ class RolloutHooks:
     Attributes:
         count_engines: how many engines there are; None, as result too: ask the client.
         on_taken: called with each list of groups that was taken from the source.
+        spans: around groups and samples, of a trainer's trace.
         filter: in place of the user's filter. Takes a complete group, and how many other groups are ready or in flight.
     """
 
     count_engines: Callable[[], int | None] | None = None
     on_taken: Callable[[list[Group]], object] | None = None
+    spans: Spans = NO_SPANS
     filter: Callable[[Group, int], bool | tuple[bool, str | None]] | None = None
 
 
@@ -78,6 +81,7 @@ class RolloutParts:
             on_abort=self.on_abort,
             stats=stats,
             version=version,
+            spans=self.hooks.spans,
         )
 
     async def count_engines(self) -> int:

@@ -18,6 +18,7 @@ from streamfold.rollout.groups import (
     unfinished_samples,
 )  # fmt: skip
 from streamfold.rollout.rewards import check_reward
+from streamfold.rollout.spans import NO_SPANS
 from streamfold.rollout.tasks import AbortableTasks, Aborted, TimeLimit, wait_all
 from streamfold.samples.metadata import SECONDS, LastWrite, add_counts, metadata_of, own_metadata, remove_keys
 from streamfold.samples.reset import shorten
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.metrics import RolloutStats
     from streamfold.rollout.outcome import GroupOutcome
     from streamfold.rollout.rewards import Rewards
+    from streamfold.rollout.spans import Spans
     from streamfold.rollout.tasks import AbortMode
     from streamfold.samples.sample import Sample
 
@@ -80,6 +82,7 @@ class GroupRunner:
         concurrency: how many samples may run at the same time.
         stats: counts.
         version: the rollout or weight version of now; None: that in which a group was started.
+        spans: of a trainer's trace.
 
     Attributes:
         tasks: the generate and reward functions that are running.
@@ -94,6 +97,7 @@ class GroupRunner:
         concurrency: int,
         stats: RolloutStats,
         version: Callable[[], int] | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self._abort_signal: Final = AbortSignal()
         self.tasks: Final = AbortableTasks()
@@ -102,6 +106,7 @@ class GroupRunner:
         self._rewards = rewards
         self._stats = stats
         self._version = version
+        self._spans = spans
         self._slots = Slots(concurrency)
         self._limiter = RateLimiter(config.starts_per_ms)
         self._skips_rewards = False
@@ -119,9 +124,10 @@ class GroupRunner:
             return  # a finished group of an earlier rollout passes through untouched
         if self._config.max_staleness is not None:
             call_version.set(self._version or (lambda: outcome.version))  # in the context of this group's task
-        await _run_all([self._run_element(outcome, place) for place in range(len(outcome.group))])
-        if self._config.group_reward and self._rewards is not None and not outcome.failures:
-            await self._judge_group(self._rewards, outcome)
+        with self._spans.group(outcome.group):
+            await _run_all([self._run_element(outcome, place) for place in range(len(outcome.group))])
+            if self._config.group_reward and self._rewards is not None and not outcome.failures:
+                await self._judge_group(self._rewards, outcome)
 
     def stop_starting(self, keeps_rewards: Callable[[Group], bool] = lambda _group: True) -> None:
         """Start nothing any more but rewards; samples that wait for a slot end without a request.
@@ -142,15 +148,16 @@ class GroupRunner:
         """Generate one element of the group, a sample or a list of them, and compute its rewards."""
         elements = outcome.elements
         element = elements[place]
-        if self._config.mask_offpolicy:
-            for sample in samples_of([element]):
-                if sample.response_length:
-                    sample.loss_mask = [0] * sample.response_length
-        elements[place] = await self._generate_element(outcome, element, place)
-        made, rewards = samples_of([elements[place]]), self._rewards
-        if rewards is None or self._config.group_reward or unfinished_samples(made):
-            return
-        await _run_all([self._judge(rewards, outcome, sample) for sample in made if sample.reward is None])
+        with self._spans.sample(element):
+            if self._config.mask_offpolicy:
+                for sample in samples_of([element]):
+                    if sample.response_length:
+                        sample.loss_mask = [0] * sample.response_length
+            elements[place] = await self._generate_element(outcome, element, place)
+            made, rewards = samples_of([elements[place]]), self._rewards
+            if rewards is None or self._config.group_reward or unfinished_samples(made):
+                return
+            await _run_all([self._judge(rewards, outcome, sample) for sample in made if sample.reward is None])
 
     async def _generate_element(
         self, outcome: GroupOutcome, element: Sample | list[Sample], place: int

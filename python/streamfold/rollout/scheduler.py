@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from streamfold.rollout.groups import samples_of, sort_key
 from streamfold.rollout.outcome import GroupOutcome
 from streamfold.rollout.runner import GroupRunner
+from streamfold.rollout.spans import NO_SPANS
 from streamfold.rollout.tasks import wait_all
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.groups import Group
     from streamfold.rollout.metrics import RolloutStats
     from streamfold.rollout.rewards import Rewards
+    from streamfold.rollout.spans import Spans
     from streamfold.rollout.tasks import AbortMode
 
 __all__ = ["GroupScheduler"]
@@ -44,6 +46,7 @@ class GroupScheduler:
         on_abort: called when an abort begins, before any task is cancelled.
         stats: counts.
         version: the rollout or weight version of now; None: that in which a group was started.
+        spans: of a trainer's trace.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class GroupScheduler:
         on_abort: Callable[[], object],
         stats: RolloutStats,
         version: Callable[[], int] | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self._config = config
         self._abort_engines = abort_engines
@@ -64,7 +68,7 @@ class GroupScheduler:
         self._stats = stats
         self._loop = asyncio.get_running_loop()
         self._runner = GroupRunner(
-            config, generate, rewards=rewards, concurrency=concurrency, stats=stats, version=version
+            config, generate, rewards=rewards, concurrency=concurrency, stats=stats, version=version, spans=spans
         )
         self._running: dict[asyncio.Task[None], GroupOutcome] = {}
         self._outcomes: deque[GroupOutcome] = deque()

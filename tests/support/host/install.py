@@ -69,6 +69,7 @@ def _forget() -> None:
     http_utils.forget_http_client()
     async_utils.forget()
     trace_utils.spans.clear()
+    sglang_rollout.tqdm.bars.clear()
 
 
 def _tree(root: str, modules: dict[str, ModuleType]) -> dict[str, ModuleType]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 _META_KEYS = ("id", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version", "e2e_latency")
 
@@ -21,6 +26,7 @@ class Span:
     attrs: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     closed: bool = False
+    parent: Span | None = None
 
     def update(self, attrs: Mapping[str, Any]) -> None:
         self.attrs.update(attrs)
@@ -28,12 +34,14 @@ class Span:
 
 # All of them, in the order of their starts.
 spans: list[Span] = []
+_current: ContextVar[Span | None] = ContextVar("span", default=None)
 
 
 @contextlib.contextmanager
 def trace_span(target: object, name: str, *, attrs: Mapping[str, Any] | None = None) -> Iterator[Span]:
-    span = Span(target, name, dict(attrs or {}))
+    span = Span(target, name, dict(attrs or {}), parent=_current.get())
     spans.append(span)
+    token = _current.set(span)
     try:
         yield span
     except BaseException as error:
@@ -41,6 +49,24 @@ def trace_span(target: object, name: str, *, attrs: Mapping[str, Any] | None = N
         raise
     finally:
         span.closed = True
+        _current.reset(token)
+
+
+def trace_function(name: str, target: str) -> Callable[[F], F]:
+    """A span around each call of a coroutine function, on its argument ``target``; of a group with its size."""
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        async def traced(*args: Any, **options: Any) -> Any:
+            on = signature.bind(*args, **options).arguments[target]
+            with trace_span(on, name, attrs={"group_size": len(on)} if target == "group" else None):
+                return await function(*args, **options)
+
+        return cast("F", traced)
+
+    return decorate
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import logging
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from support.host import engine
+from support.host.slime.observability.trace_utils import trace_function, trace_span
 from support.host.slime.rollout.base_types import RolloutFnEvalOutput
 from support.host.slime.rollout.rm_hub import async_rm, batched_async_rm
 from support.host.slime.rollout.sample_hooks import apply_rollout_sample_hooks
@@ -124,6 +126,7 @@ async def generate(args: SimpleNamespace, sample: Sample, sampling_params: Sampl
     return sample
 
 
+@trace_function("generate_and_rm", "sample")
 async def generate_and_rm(
     args: SimpleNamespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Any:
@@ -144,11 +147,14 @@ async def generate_and_rm(
     if isinstance(sample, list):
         open_ones = [each for each in sample if each.reward is None]
         if not args.group_rm and all(each.status is not Sample.Status.ABORTED for each in sample):
-            for each, reward in zip(open_ones, await batched_async_rm(args, open_ones), strict=True):
+            with trace_span(open_ones, "reward_model"):
+                rewards = await batched_async_rm(args, open_ones)
+            for each, reward in zip(open_ones, rewards, strict=True):
                 each.reward = reward
         return sample
     if not args.group_rm and sample.status is not Sample.Status.ABORTED and sample.reward is None:
-        sample.reward = await async_rm(args, sample)
+        with trace_span(sample, "reward_model"):
+            sample.reward = await async_rm(args, sample)
     return sample
 
 
@@ -182,6 +188,7 @@ async def _generate(
     return task.result()
 
 
+@trace_function("generate_and_rm_group", "group")
 async def generate_and_rm_group(
     args: SimpleNamespace, group: list[Sample], sampling_params: SamplingParams, evaluation: bool = False
 ) -> list[Sample]:
@@ -203,7 +210,9 @@ async def generate_and_rm_group(
         await _cancel(tasks)
         raise
     if args.group_rm and not state.aborted:
-        for sample, reward in zip(group, await batched_async_rm(args, group), strict=True):
+        with trace_span(group, "group_reward_model"):
+            rewards = await batched_async_rm(args, group)
+        for sample, reward in zip(group, rewards, strict=True):
             sample.reward = reward
     return group
 
@@ -254,12 +263,20 @@ async def generate_rollout_async(
     state = GenerateState(args)
     target = args.rollout_batch_size
     groups: list[list[Sample]] = []
+    bar = tqdm(total=target * args.n_samples_per_prompt, desc="Rollout generation")
     try:
         while len(groups) < target:
             while state.remaining_batch_size < target:
                 state.submit_generate_tasks(data_source.get_samples(args.over_sampling_batch_size))
             done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
-            groups += [task.result() for task in done]
+            for task in done:
+                if not groups:
+                    _log("First rollout sample", task.result())
+                groups.append(task.result())
+                if len(groups) <= target:
+                    bar.update(args.n_samples_per_prompt)
+        bar.close()
+        _log("Finish rollout", groups[target - 1])
         data_source.add_samples(await abort(args, rollout_id))
     except BaseException:
         await _cancel(state.pendings)
@@ -289,6 +306,29 @@ async def eval_rollout(args: SimpleNamespace, rollout_id: int) -> tuple[Any, lis
             "samples": samples,
         }
     return (RolloutFnEvalOutput(found) if knows_request_abort else found), []
+
+
+class tqdm:  # noqa: N801  # as the package that the trainer imports
+    """A bar that is not drawn."""
+
+    bars: ClassVar[list[tqdm]] = []
+
+    def __init__(self, *, total: int, desc: str) -> None:
+        self.total, self.desc, self.n, self.closed = total, desc, 0, False
+        self.bars.append(self)
+
+    def update(self, n: int) -> None:
+        self.n += n
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _log(what: str, group: list[Any]) -> None:
+    sample = group[0][0] if isinstance(group[0], list) else group[0]
+    logger = logging.getLogger(f"{engine.current().package}.rollout.{engine.current().name}_rollout")
+    text, label = [str(sample.prompt) + sample.response], str(sample.label)[:100]
+    logger.info(f"{what}: {text}, label: {label}, reward: {sample.reward}")
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
