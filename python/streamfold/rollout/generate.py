@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +12,7 @@ from streamfold.engines.base import with_extra
 from streamfold.errors import EngineError
 from streamfold.samples.completion import CompletionOptions, complete
 from streamfold.samples.metadata import DP_RANK, metadata_of, own_metadata, remove_keys
+from streamfold.samples.status import is_finished
 from streamfold.samples.turn import Turn
 
 if TYPE_CHECKING:
@@ -75,7 +77,12 @@ class CompleteSample:
             aborted=aborted,
             resume_penalties=config.resume_penalties,
         )
-        return await complete(self._client, sample, sampling_params, resume=config.resume, options=options)
+        try:
+            return await complete(self._client, sample, sampling_params, resume=config.resume, options=options)
+        except asyncio.CancelledError:
+            if is_finished(sample):
+                return sample  # before the cancel took effect
+            raise
 
     def _rank_of(self, sample: Sample, refused: Collection[int]) -> int:
         """The rank that has the sample's prefix in its cache, or else the one with the fewest requests."""

@@ -185,10 +185,12 @@ class GroupRunner:
             if problem := self._problem_of(made):
                 outcome.failures.append((sample, problem))
         except Aborted:
-            pass
+            # The function has not ended, so the status that a turn has set is not that of the sample. Called again, the
+            # function gets a finished turn back from complete() without a request.
+            is_interrupted = LastWrite.of(sample) is not None
         except Exception as error:  # noqa: BLE001  # a user's function; reported with the group's outcome
             self._record_failure(outcome, sample, error)
-            is_interrupted = not self.aborted  # then a status that one of its turns has set is not that of the sample
+            is_interrupted = not self.aborted or LastWrite.of(sample) is not None
         if made is sample and (is_interrupted or not is_finished(sample)):
             sample.status = type(sample.status).ABORTED  # PENDING if no request was sent
         return made
