@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.rollout.groups import restart_samples, sort_key, unfinished_samples
 from streamfold.rollout.rewards import check_reward
-from streamfold.samples.metadata import add_counts
+from streamfold.samples.metadata import LastWrite, add_counts
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class SampleGenerator:
         try:
             made = await self._generate(sample, sampling_params, AbortSignal.of(aborted))
         except asyncio.CancelledError:
-            if self._hooks is None or not is_finished(sample):
+            if not (is_finished(sample) and self._is_final(sample)):
                 raise
             made = sample  # it finished before the cancel took effect
         if self._hooks is not None and made and not unfinished_samples([made]):
@@ -104,6 +104,11 @@ class SampleGenerator:
         path = getattr(sample, "generate_function_path", None)
         path = path or getattr(self._args, "custom_generate_function_path", None)
         return self._integration.load_function(path or self._integration.generate_path)
+
+    def _is_final(self, sample: TrainerSample) -> bool:
+        """Whether a finished sample is all that its function makes: one with turns may go on behind each."""
+        is_ours = self._function(sample) is self._integration.load_function(self._integration.generate_path)
+        return is_ours or LastWrite.of(sample) is None
 
     async def _generate(self, sample: TrainerSample, sampling_params: dict[str, Any], abort: AbortSignal) -> Any:  # noqa: ANN401
         function = self._function(sample)
