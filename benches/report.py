@@ -90,7 +90,8 @@ def _adapters(entries: list[tuple[dict[str, Any], list[float]]]) -> Iterator[str
     yield f"{entries[0][0]['tokens']:,} tokens over loopback HTTP, from the request to the host's sample: CPU time of"
     yield "the client, kernel included. The engine is another process, and writes one event every half millisecond or"
     yield "more. The host's way is httpx's text lines, json, and the sample's lists made anew at each event. The ways"
-    yield "take turns and give equal samples; ratios are of the best times. The aim with one token an event: 12x, cumulative 60x.\n"
+    yield "take turns and give equal samples; ratios are of the best times. The aim with one token an event: 12x,"
+    yield "cumulative 60x.\n"
     yield _row("stream", "tokens per event", "way", "turns", "best CPU ms", "median CPU ms", "streamfold needs less by")
     yield _row("---", "---:", "---", *["---:"] * 4)
     for (mode, per_event), ways in seconds.items():
