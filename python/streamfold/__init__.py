@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from streamfold.rollout.opaque import Opaque
     from streamfold.rollout.pool import Pool
     from streamfold.rollout.rollout import Rollout, RolloutResult
-    from streamfold.samples.completion import CompletionOptions, complete
+    from streamfold.samples.completion import complete
     from streamfold.samples.merging import merge
     from streamfold.samples.observation import append_observation
+    from streamfold.samples.options import CompletionOptions
     from streamfold.samples.sample import Sample
 
 __all__ = [
@@ -62,7 +63,7 @@ __all__ = [
 # Loaded on first access: a program that needs only a parser or a client starts sooner.
 _LATER = {
     "Buffer": "rollout.buffer",
-    "CompletionOptions": "samples.completion",
+    "CompletionOptions": "samples.options",
     "Group": "rollout.groups",
     "Opaque": "rollout.opaque",
     "Pool": "rollout.pool",

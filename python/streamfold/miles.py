@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from streamfold.engines.base import TokenIds
     from streamfold.integrations.base import SampleRequest, TrainerSample
     from streamfold.integrations.settings import Args
-    from streamfold.samples.completion import Extra
+    from streamfold.samples.options import Extra
 
 __all__ = ["MILES", "append_observation", "generate_streaming", "generate_streaming_legacy", "turn"]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from streamfold.engines.base import TokenIds
     from streamfold.integrations.base import SampleRequest, TrainerSample
     from streamfold.integrations.settings import Args
-    from streamfold.samples.completion import Extra
+    from streamfold.samples.options import Extra
 
 __all__ = [
     "SLIME", "append_observation", "close_rollout", "generate_rollout", "generate_rollout_async", "generate_streaming",

@@ -10,8 +10,9 @@ import pytest
 from streamfold import Client
 from streamfold.loopback import Loopback
 from streamfold.rollout.buffer import Buffer
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
 from streamfold.samples.merging import merge
+from streamfold.samples.options import CompletionOptions
 from streamfold.samples.sample import Sample
 from support.completing import SOON, answers, completed, sample_of, truncated
 from support.loopback_http import load

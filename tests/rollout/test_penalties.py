@@ -14,7 +14,7 @@ from streamfold.rollout.rollout import Rollout, RolloutConfig
 from support.rollouts import bounded, groups_of
 
 if TYPE_CHECKING:
-    from streamfold.samples.completion import ResumePenalties
+    from streamfold.samples.options import ResumePenalties
 
 PARAMS: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "presence_penalty": 0.3}
 

@@ -18,7 +18,7 @@ from support.speaking import SGLANG, VLLM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from streamfold.samples.completion import Resume
+    from streamfold.samples.options import Resume
     from support.replay import Request, Step
     from support.speaking import Speech
 

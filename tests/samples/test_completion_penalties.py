@@ -16,7 +16,7 @@ from support.replay import PROMPT
 
 if TYPE_CHECKING:
     from streamfold.loopback import Loopback
-    from streamfold.samples.completion import ResumePenalties
+    from streamfold.samples.options import ResumePenalties
     from support.speaking import Speech
 
 PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1}

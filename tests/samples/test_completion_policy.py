@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from streamfold.loopback import Loopback
-    from streamfold.samples.completion import Resume
+    from streamfold.samples.options import Resume
     from support.replay import Step
     from support.speaking import Speech
 

@@ -11,9 +11,10 @@ import pytest
 
 from streamfold import Client, DecodeError, Experts, Generation
 from streamfold.loopback import Faults, Loopback, Router
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
 from streamfold.samples.experts import adds_rows, kept_experts, kept_rows
 from streamfold.samples.merging import merge
+from streamfold.samples.options import CompletionOptions
 from streamfold.samples.reset import restart, rewind
 from streamfold.samples.sample import Sample
 from support.completing import SOON

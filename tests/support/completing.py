@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streamfold.client.limits import Retries
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
+from streamfold.samples.options import CompletionOptions
 from streamfold.samples.sample import Sample
 from support.replay import FIN, PROMPT, stream
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from streamfold import Client
     from streamfold.loopback import Loopback
-    from streamfold.samples.completion import Resume
+    from streamfold.samples.options import Resume
     from support.replay import Request, Step
     from support.speaking import Speech
 

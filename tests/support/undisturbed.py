@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamfold import Client, StreamfoldError
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
+from streamfold.samples.options import CompletionOptions
 from streamfold.samples.sample import Sample
 from support.disturbing import TOP_P
 

@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from streamfold.errors import StreamfoldError
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
+from streamfold.samples.options import CompletionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

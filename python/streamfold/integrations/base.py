@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from streamfold.client.abort_signal import AbortSignal
     from streamfold.integrations.clients import ClientHandle
     from streamfold.integrations.settings import Args, Settings
-    from streamfold.samples.completion import Extra
+    from streamfold.samples.options import Extra
 
 __all__ = ["Integration", "SampleRequest", "TrainerSample", "has_items", "router_url"]
 

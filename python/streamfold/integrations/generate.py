@@ -10,9 +10,10 @@ from streamfold.errors import StreamTruncated
 from streamfold.integrations.base import SampleRequest, router_url
 from streamfold.integrations.clients import client_handle
 from streamfold.integrations.settings import Settings
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import LastWrite, enter
+from streamfold.samples.options import CompletionOptions
 from streamfold.samples.status import is_finished
 from streamfold.samples.turn import open_turn
 

@@ -24,7 +24,7 @@ from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.client.urls import bearer
 from streamfold.engines.base import PROMPT_KEYS, common_extra
 from streamfold.rollout.config import RolloutConfig, Stale
-from streamfold.samples.completion import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
+from streamfold.samples.options import Resume, ResumePenalties  # noqa: TC001  # get_type_hints evaluates them
 
 if TYPE_CHECKING:
     from collections.abc import Callable

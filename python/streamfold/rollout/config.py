@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from streamfold.client.fields import with_fields
 from streamfold.client.limits import check_seconds
 from streamfold.engines.base import common_extra
-from streamfold.samples.completion import ResumePenalties, check_resume_penalties
+from streamfold.samples.options import ResumePenalties, check_resume_penalties
 from streamfold.samples.routing import AUTO, check_routing_header
 
 if TYPE_CHECKING:

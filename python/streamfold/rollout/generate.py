@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from streamfold.client._internal import internals_of
 from streamfold.engines.base import with_extra
 from streamfold.errors import EngineError
-from streamfold.samples.completion import CompletionOptions, complete
+from streamfold.samples.completion import complete
 from streamfold.samples.metadata import DP_RANK, metadata_of, own_metadata, remove_keys
+from streamfold.samples.options import CompletionOptions
 from streamfold.samples.status import is_finished
 from streamfold.samples.turn import Turn
 
