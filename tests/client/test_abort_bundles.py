@@ -165,7 +165,7 @@ ODD: dict[str, Steps] = {
 async def test_what_a_server_leaves_of_a_row_is_posted_one_by_one(
     odd: Steps, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 1.5)
     async with SGLANG.replay(SGLANG.running) as server, SGLANG.client(server.url) as client:
         good = answer_json(None)
         server.routes[SGLANG.abort_path] = lambda _: odd if len(server.aborts) == place else good
@@ -180,8 +180,8 @@ async def test_what_a_server_leaves_of_a_row_is_posted_one_by_one(
 async def test_a_silent_worker_gets_one_warning_and_the_client_is_closed_in_bounded_time(
     speech: Speech, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr("streamfold.client.abort_batches._SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr("streamfold.client.abort_batches._SILENT_SECONDS", 0.5)
     async with speech.replay() as alive, speech.replay(routes={speech.abort_path: [HANG]}) as silent:
         workers = answer_json({"workers": [{"url": silent.url}, {"url": alive.url}]})
         async with speech.replay(speech.running, routes={"/workers": workers}) as router:

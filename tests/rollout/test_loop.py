@@ -109,7 +109,7 @@ async def test_finished_groups_beyond_the_number_wait_for_the_next_rollout_and_a
 async def test_an_option_drops_finished_groups_beyond_the_number() -> None:
     source = Buffer(endless())
     options: dict[str, Any] = {"groups": 2, "over_sampling": 5, "keep_finished": False}
-    result = await bounded(rollout(Scripted(wait=0.01), **options).run(source))
+    result = await bounded(rollout(Scripted(), **options).run(source))
     assert (len(source), source.in_flight) == (0, 0)
     assert result.metrics["streamfold/groups/dropped/surplus"] == 3
 

@@ -60,7 +60,8 @@ def test_no_version_span_covers_an_observation() -> None:
         ([-1], None, "found -1"),
         ([0.5], None, "integers"),
         ([2**31], None, "found 2147483648"),
-        ([], "abc", "3 characters"),
+        ([], "abc", "no token_ids"),
+        ([], None, "no token_ids"),
     ],
 )
 def test_what_is_no_observation_is_refused_and_the_sample_is_unchanged(
@@ -182,6 +183,39 @@ async def test_an_observation_before_the_first_call_is_a_part_of_the_response(sp
     assert sample.rollout_log_probs[:2] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("moment", ["before the call", "in the call"])
+async def test_an_observation_before_the_first_call_is_no_generated_token_though_the_sample_was_aborted(
+    speech: Speech, moment: str
+) -> None:
+    """It counted against the turn's limit, and what ended it was taken for the end of the turn."""
+    replies = answers(
+        *([stream(speech.part([], prompt=5, finish="abort"), DONE)] if moment == "in the call" else []),
+        stream(speech.part([10, 11], prompt=5, finish="length"), DONE),
+    )
+    async with speech.replay(replies) as server, speech.client(server.url, retries=SOON) as client:
+        sample = sample_of()
+        sample.append_observation(TOOL, "ij")
+        options = CompletionOptions(tokenizer=speech.tokenizer, stop_ids={TOOL[-1]}, resume_aborts=False)
+        if moment == "in the call":
+            await complete(client, sample, {"max_new_tokens": 9}, options=options, max_new_tokens_per_turn=2)
+        sample.status = Status.ABORTED
+        await complete(client, sample, {"max_new_tokens": 9}, options=options, max_new_tokens_per_turn=2)
+        assert [speech.params(request)["max_new_tokens"] for request in server.generates][-1:] == [2]
+    assert (sample.loss_mask, sample.status) == ([0, 0, 1, 1], Status.TRUNCATED)
+
+
+async def test_tokens_added_behind_a_first_observation_are_refused(speech: Speech) -> None:
+    async with speech.replay(speech.whole) as server, speech.client(server.url, retries=SOON) as client:
+        sample = sample_of()
+        sample.append_observation(TOOL, "ij")
+        sample.tokens += TOOL
+        with pytest.raises(ValueError, match="leaves 5 for the prompt"):
+            await completed(client, sample)
+        with pytest.raises(ValueError, match="leaves 5 for the prompt"):
+            sample.append_observation(TOOL)
+        assert server.generates == []
+
+
 # Budgets.
 
 
@@ -228,6 +262,32 @@ async def test_a_sample_never_ends_with_an_observation(speech: Speech, limit: in
         assert len(server.generates) == 1
     assert (written.tokens, written.response, written.status) == ([*PROMPT, 0, 1], "ab", Status.TRUNCATED)
     assert sample.tokens == written.tokens
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["", "with an aborted call in between"])
+async def test_where_the_second_observation_has_no_room_the_first_is_removed_too(
+    speech: Speech, *, aborted: bool
+) -> None:
+    replies = answers(
+        stream(speech.part([0, 1], prompt=3, finish="stop"), DONE),
+        stream(speech.part([], prompt=7, finish="abort"), DONE),
+    )
+    async with speech.replay(replies) as server, speech.client(server.url, retries=SOON) as client:
+        sample = await completed(client, sample_of(max_new_tokens=6))
+        assert sample.append_observation(TOOL, "ij")
+        if aborted:
+            await completed(client, sample, resume_aborts=False)
+        assert not sample.append_observation(TOOL, "ij")
+    assert (sample.tokens, sample.response, sample.status) == ([*PROMPT, 0, 1], "ab", Status.TRUNCATED)
+
+
+async def test_an_observation_as_long_as_the_limit_before_the_first_call_is_removed(speech: Speech) -> None:
+    async with speech.replay(speech.whole) as server, speech.client(server.url, retries=SOON) as client:
+        sample = sample_of(max_new_tokens=2)
+        sample.append_observation(TOOL, "ij")
+        await completed(client, sample)
+        assert (sample.tokens, sample.response, server.generates) == (PROMPT, "", [])
+    assert sample.status is Status.TRUNCATED
 
 
 @pytest.mark.parametrize("budget", [0, -1, 2.5, True, "9"])

@@ -70,9 +70,10 @@ class RolloutConfig:
             ``CompletionOptions``. ``"auto"``: that of the engine's own router; None: none.
         stop_ids: tokens that end a response besides ``stop_token_ids``, such as the tokenizer's EOS token. They matter
             for aborted requests: an engine does not check whether their last token is one of these.
-        dp_size: number of data-parallel ranks of each engine. With more than 1 each sample gets the rank with the
-            fewest requests, and keeps it in all calls, turns and rollouts, until ``dp_size`` changes or an engine
-            refuses the rank (sent as ``routed_dp_rank`` to SGLang 0.5.10 and newer, in a header to vLLM).
+        dp_size: number of data-parallel ranks of each engine. With more than 1 the built-in generate function gives
+            each sample the rank with the fewest requests, and keeps it in all calls, turns and rollouts, until
+            ``dp_size`` changes or an engine refuses the rank (sent as ``routed_dp_rank`` to SGLang 0.5.10 and newer, in
+            a header to vLLM).
         max_staleness: how many rollouts (in a pool: weight versions) may lie between the call that generated a token
             and the batch that it is given in. A pool starts no more groups than can be given in that time; see
             :class:`~streamfold.Pool`. None: no limit.

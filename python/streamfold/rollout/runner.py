@@ -269,13 +269,14 @@ class GroupRunner:
             return sample
         made: Sample | list[Sample] = sample
         try:
-            if not sample.response_length:
+            written = LastWrite.of(sample)
+            generated = sample.response_length if written is None else min(sample.response_length, written.tokens)
+            if not generated:
                 if self.aborted:
                     raise Aborted
                 raise StreamfoldError(f"no token within sample_seconds ({self._config.sample_seconds:g} s)")
-            written = LastWrite.of(sample)
-            if written is not None and sample.response_length > written.tokens:
-                shorten(sample, written.tokens, written.characters)  # it does not end on a tool's answer
+            if written is not None and sample.response_length > generated:
+                shorten(sample, generated, written.characters)  # it does not end on a tool's answer
             truncate = getattr(self._generate, "truncate", None)
             if truncate is not None:
                 params = copy.deepcopy(dict(self._config.sampling_params))

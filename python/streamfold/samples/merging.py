@@ -61,7 +61,7 @@ def merge(
         _append(sample, generation, args, text, trainable=trainable)
     if generation.finish_reason is None:
         sample.status = type(sample.status).ABORTED
-    if trainable and (written := LastWrite.of(sample)) is not None:
+    if trainable and len(generation.token_ids) and (written := LastWrite.of(sample)) is not None:
         LastWrite.save(sample, limit=written.limit)
 
 

@@ -145,7 +145,9 @@ class TurnState:
 
 
 class LastWrite(NamedTuple):
-    """What a sample was when a call was last written to it. What stands behind its response belongs to another turn.
+    """What a sample was when a call was last written to it, or before an observation was appended to a new one.
+
+    What stands behind its response belongs to another turn.
 
     Attributes:
         prompt: tokens before the response.
@@ -170,11 +172,30 @@ class LastWrite(NamedTuple):
     @staticmethod
     def save(sample: SampleLike, *, limit: int | None) -> None:
         """Write down what a sample is now; nothing if it is a prompt alone."""
-        prompt, tokens = len(sample.tokens) - sample.response_length, sample.response_length
-        if tokens:
-            own_metadata(sample)[_WRITTEN] = [prompt, tokens, len(sample.response), sample.status.name, limit]
+        if sample.response_length:
+            LastWrite.now(sample, limit=limit).store(sample)
         else:
             remove_keys(sample, _WRITTEN)
+
+    @classmethod
+    def now(cls, sample: SampleLike, *, limit: int | None) -> LastWrite:
+        """What a sample is now."""
+        tokens = sample.response_length
+        return cls(len(sample.tokens) - tokens, tokens, len(sample.response), sample.status.name, limit)
+
+    def check_prompt(self, sample: SampleLike) -> None:
+        """Raise ValueError if tokens were added since then that the response's length does not count."""
+        prompt = len(sample.tokens) - sample.response_length
+        if self.prompt not in (0, prompt):  # 0: the prompt was sent as text
+            raise ValueError(
+                f"the sample has {len(sample.tokens)} tokens and a response_length of {sample.response_length}, which "
+                f"leaves {prompt} for the prompt, but the prompt had {self.prompt} when a call was last written: "
+                "append a tool's tokens with append_observation()"
+            )
+
+    def store(self, sample: SampleLike) -> None:
+        """Write it to a sample."""
+        own_metadata(sample)[_WRITTEN] = list(self)
 
 
 def metadata_of(sample: SampleLike) -> Mapping[str, Any]:

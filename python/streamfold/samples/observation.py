@@ -8,6 +8,7 @@ from streamfold.engines.base import token_array
 from streamfold.samples.appending import append_of
 from streamfold.samples.atomic import all_or_nothing
 from streamfold.samples.metadata import LastWrite
+from streamfold.samples.reset import end_before_observations
 from streamfold.samples.validation import check_lengths
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def append_observation(
     becomes PENDING, whatever it was: the next :func:`~streamfold.complete` generates another turn.
 
     A sample never ends with an observation: if no token could be generated behind it, because of the limit of the last
-    call's response, nothing is appended, and the status is TRUNCATED.
+    call's response, nothing is appended, other observations behind that call are removed, and the status is TRUNCATED.
 
     Args:
         sample: of any status but FAILED.
@@ -43,20 +44,22 @@ def append_observation(
         Whether it was appended.
 
     Raises:
-        ValueError: an id is none, there is a text without ids, or the lengths of the sample disagree. The sample is
-            unchanged.
+        ValueError: there are no ids, one is no id, or the lengths of the sample disagree. The sample is unchanged.
     """
     ids = token_array(token_ids).tolist()
     statuses = type(sample.status)
     if sample.status.name == "FAILED":
         raise ValueError("the sample is FAILED: restart it before anything is appended")
-    if text and not ids:
-        raise ValueError(f"the observation has a text of {len(text)} characters, but no token_ids")
+    if not ids:
+        raise ValueError("the observation has no token_ids: a turn begins behind at least one")
     check_lengths(sample)
     written = LastWrite.of(sample)
-    if written is not None and written.limit is not None and sample.response_length + len(ids) >= written.limit:
-        sample.status = statuses["TRUNCATED"]
-        return False
+    if written is not None:
+        written.check_prompt(sample)
+        if written.limit is not None and sample.response_length + len(ids) >= written.limit:
+            end_before_observations(sample, written)
+            return False
+    start = LastWrite.now(sample, limit=None) if written is None else written
     with all_or_nothing(sample):
         append_of(sample)(
             args,
@@ -67,5 +70,6 @@ def append_observation(
             text=text or "",
             update_terminal_info=False,
         )
+    start.store(sample)
     sample.status = statuses["PENDING"]
     return True

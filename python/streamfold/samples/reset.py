@@ -15,13 +15,12 @@ from streamfold.samples.metadata import (
     add_counts,
     remove_keys,
 )
-from streamfold.samples.sample import Sample
 from streamfold.samples.staleness import cut_versions
 
 if TYPE_CHECKING:
     from streamfold._types import SampleLike
 
-__all__ = ["restart", "rewind", "shorten"]
+__all__ = ["end_before_observations", "restart", "rewind", "shorten"]
 
 # The fields that calls and rewards write, ours and the hosts'.
 _WRITTEN_FIELDS: Final = (
@@ -76,14 +75,23 @@ def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     for name, end in ends.items():
         if (values := getattr(sample, name, None)) is not None:
             setattr(sample, name, loaded(values)[:end])
-    if isinstance(sample, Sample):
-        spans = [(label, start, min(end, tokens)) for label, start, end in sample.version_spans if start < tokens]
-        sample.version_spans = spans
+    ours: Any = sample  # only our own samples have spans
+    if hasattr(ours, "version_spans"):
+        spans = [(label, start, min(end, tokens)) for label, start, end in ours.version_spans if start < tokens]
+        ours.version_spans = spans
     cut_versions(sample, tokens)
     sample.status = type(sample.status)["ABORTED"]
     replace(TurnState.of(sample), exact_characters=None, text_joined=False).save(sample)
     written = LastWrite.of(sample)
-    LastWrite.save(sample, limit=None if written is None else written.limit)
+    if written is None or written.tokens > tokens:
+        LastWrite.save(sample, limit=None if written is None else written.limit)
+
+
+def end_before_observations(sample: SampleLike, written: LastWrite) -> None:
+    """Make a sample TRUNCATED that has no room for a turn: it ends where the last call was written."""
+    if sample.response_length > written.tokens:
+        shorten(sample, written.tokens, written.characters)
+    sample.status = type(sample.status)["TRUNCATED"]
 
 
 def _count_dropped(sample: SampleLike, dropped: int) -> None:

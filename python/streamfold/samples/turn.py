@@ -15,7 +15,7 @@ from streamfold.samples.detokenizer import DecodedText, Detokenizer
 from streamfold.samples.experts import count_rows
 from streamfold.samples.merging import merge
 from streamfold.samples.metadata import LastWrite, TurnState, add_counts
-from streamfold.samples.reset import restart, rewind, shorten
+from streamfold.samples.reset import end_before_observations, restart, rewind
 from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import NO_STOP, UNKNOWN_STOP, StopMatch, StopRules, Verdict, find_stop_string
 
@@ -43,23 +43,13 @@ def open_turn(sample: SampleLike, limit: int | None) -> bool:
     written = LastWrite.of(sample)
     if written is None or not sample.response_length or sample.status.name == "FAILED":
         return bool(sample.status.name == "PENDING")
-    _check_prompt(sample, written)
+    written.check_prompt(sample)
     if sample.response_length > written.tokens:
         sample.status = type(sample.status)["PENDING"]
         return True
     if sample.status.name == "ABORTED" and _is_still_finished(sample, written, limit):
         sample.status = type(sample.status)[written.status]
     return bool(sample.status.name == "PENDING" and written.status != "PENDING")
-
-
-def _check_prompt(sample: SampleLike, written: LastWrite) -> None:
-    prompt = len(sample.tokens) - sample.response_length
-    if written.prompt not in (0, prompt):  # 0: the prompt was sent as text
-        raise ValueError(
-            f"the sample has {len(sample.tokens)} tokens and a response_length of {sample.response_length}, which "
-            f"leaves {prompt} for the prompt, but the prompt had {written.prompt} when a call was last written: append "
-            "a tool's tokens with append_observation()"
-        )
 
 
 def _is_still_finished(sample: SampleLike, written: LastWrite, limit: int | None) -> bool:
@@ -128,15 +118,17 @@ class Turn:
         """
         sample, state, limit, written = self.sample, self._state, self._response_limit, LastWrite.of(self.sample)
         if limit is not None and sample.response_length >= limit and written is not None:
-            shorten(sample, min(written.tokens, sample.response_length), written.characters)
-            sample.status = type(sample.status)["TRUNCATED"]
+            end_before_observations(sample, written)
             return
         if not sample.response_length and state == TurnState():
             return
         was_unfinished = state.exact_characters is not None and sample.response_length > 0
         new = replace(state, tokens=sample.response_length, characters=len(sample.response), exact_characters=None)
         replace(new, text_joined=state.text_joined or was_unfinished).save(sample)
-        LastWrite.save(sample, limit=limit)
+        if written is None or sample.response_length == written.tokens:
+            LastWrite.save(sample, limit=limit)
+        else:  # it tells where the observations begin
+            written._replace(limit=limit).store(sample)
 
     def judge(self) -> Verdict:
         """Decide what is to be done next. An aborted response that is finished gets its status and its whole text."""
@@ -185,7 +177,8 @@ class Turn:
         try:
             self._write(generation, args)
         finally:
-            LastWrite.save(self.sample, limit=self._response_limit)
+            if len(generation.token_ids) or is_finished(self.sample):
+                LastWrite.save(self.sample, limit=self._response_limit)
 
     def _write(self, generation: Generation, args: Any) -> None:  # noqa: ANN401  # the host's own
         if (eos := self._rules.revealed_eos(generation)) is not None:
