@@ -75,16 +75,19 @@ def shorten(sample: SampleLike, tokens: int, characters: int) -> None:
     for name, end in ends.items():
         if (values := getattr(sample, name, None)) is not None:
             setattr(sample, name, loaded(values)[:end])
-    ours: Any = sample  # only our own samples have spans
-    if hasattr(ours, "version_spans"):
-        spans = [(label, start, min(end, tokens)) for label, start, end in ours.version_spans if start < tokens]
-        ours.version_spans = spans
+    _cut_spans(sample, tokens)
     cut_versions(sample, tokens)
     sample.status = type(sample.status)["ABORTED"]
     replace(TurnState.of(sample), exact_characters=None, text_joined=False).save(sample)
     written = LastWrite.of(sample)
     if written is None or written.tokens > tokens:
         LastWrite.save(sample, limit=None if written is None else written.limit)
+
+
+def _cut_spans(sample: Any, tokens: int) -> None:  # noqa: ANN401  # only our own samples have spans
+    if hasattr(sample, "version_spans"):
+        spans = [(label, start, min(end, tokens)) for label, start, end in sample.version_spans if start < tokens]
+        sample.version_spans = spans
 
 
 def end_before_observations(sample: SampleLike, written: LastWrite) -> None:
