@@ -80,7 +80,7 @@ async def test_the_time_of_a_sample_is_that_of_all_rollouts_that_resume_it() -> 
     (sample,) = result.groups[0]
     assert sample.status is Status.TRUNCATED
     assert sample.response_length == script.asked.count(0) > 1
-    assert sample.metadata["streamfold_seconds"] >= 0.0999  # timers of a loop may be early by its resolution
+    assert sample.metadata["streamfold_seconds"] >= 0.1
 
 
 async def test_a_sample_without_a_token_at_its_limit_fails_and_has_its_whole_time_when_it_is_tried_again() -> None:

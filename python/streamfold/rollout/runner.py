@@ -254,7 +254,9 @@ class GroupRunner:
             made = sample
         finally:
             if seconds is not None:
-                own_metadata(sample)[SECONDS] = spent + clock() - started_at
+                spent += clock() - started_at
+                # A sum of times may be short by its rounding.
+                own_metadata(sample)[SECONDS] = max(spent, seconds) if limit.is_reached else spent
         if made is None or made == []:
             raise TypeError(f"generate returned {made}: it must return the sample, or a list of samples made of it")
         if not limit.is_reached:
