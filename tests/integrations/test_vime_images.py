@@ -299,10 +299,15 @@ async def test_a_trainer_that_aborts_gets_its_sample_back_and_no_request_leaves(
     assert (sample.status, sample.tokens) == (Status.ABORTED, PROMPT)
 
 
-async def test_without_a_budget_nothing_is_rendered() -> None:
+@pytest.mark.parametrize("budget", [0, -1])
+async def test_without_a_budget_nothing_is_rendered(budget: int) -> None:
     async with serving(answer_json(rendered())) as server:
-        sample = await ask(streaming(server), sample_of(), {"max_new_tokens": 0})
-        assert sample.status is Status.TRUNCATED
+        if budget:
+            with pytest.raises(ValueError, match="max_new_tokens is -1"):
+                await ask(streaming(server), sample_of(), {"max_new_tokens": budget})
+        else:
+            sample = await ask(streaming(server), sample_of(), {"max_new_tokens": budget})
+            assert sample.status is Status.TRUNCATED
         assert server.requests == []
 
 

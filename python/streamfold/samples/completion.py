@@ -174,6 +174,7 @@ class _Completion:
         internals = internals_of(client)
         self._client = client
         self._engine_spec = internals.engine_spec
+        self._client_headers = internals.header_names
         self._has_experts = internals.experts is not None
         self._retries = internals.retries
         self._client_abort = internals.abort_signal
@@ -213,7 +214,9 @@ class _Completion:
         self._check_request()
         enter(self._sample)
         options = self._options
-        self._headers = routed_headers(self._sample, options.headers, options.routing_header, self._engine_spec)
+        self._headers = routed_headers(
+            self._sample, options.headers, options.routing_header, self._engine_spec, self._client_headers
+        )
         if begins:
             turn.begin()
         verdict = turn.judge()
@@ -245,6 +248,9 @@ class _Completion:
     def _check_request(self) -> None:
         """Raise ValueError, before anything is sent, if what the calls will generate cannot fit the sample."""
         sample, before, left = self._sample, self._sample.response_length, self._turn.tokens_left
+        limit = self._params.get("max_new_tokens")
+        if isinstance(limit, int) and limit < 0:
+            raise ValueError(f"max_new_tokens is {limit}: it must be 0 or more")
         extra, has_budget = self._options.extra, left is None or left > 0  # without it no request is sent
         if has_budget and not callable(extra) and not (extra or {}).keys() & (PROMPT_KEYS | MEDIA_KEYS):
             self._images = image_fields(sample, self._engine_spec)
