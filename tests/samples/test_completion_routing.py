@@ -63,6 +63,23 @@ async def test_the_header_can_be_another_one_or_none_and_a_callers_own_stays(
     assert {name: request.headers[name] for name in sent} == sent
 
 
+@pytest.mark.parametrize(
+    ("routing_header", "sent"), [("auto", "the client's"), ("X-SMG-Routing-Key", "mine")], ids=["auto", "by name"]
+)
+async def test_a_routing_header_of_the_client_wins_over_one_that_nobody_asked_for(
+    routing_header: str, sent: str
+) -> None:
+    async with (
+        Replay(stream(event([1], 1, "stop"), DONE)) as server,
+        Client(server.url, headers={"X-smg-Routing-Key": "the client's"}) as client,
+    ):
+        sample = sample_of()
+        sample.session_id = "mine"
+        await completed(client, sample, routing_header=routing_header)
+        (request,) = server.generates
+    assert request.headers["x-smg-routing-key"] == sent
+
+
 async def test_where_no_key_is_sent_none_is_made() -> None:
     async with Replay(stream(event([1], 1, "stop"), DONE)) as server, Client(server.url) as client:
         sample = await completed(client, sample_of(), routing_header=None)

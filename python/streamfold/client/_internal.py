@@ -26,6 +26,7 @@ class ClientInternals:
         retries: of each call and each sample.
         experts: the shape of routed experts; None: they are not requested.
         tokenizer: the tokenizer that the client was given.
+        header_names: in lower case, of the headers that the client was given for each request.
         abort_signal: set by the next ``abort_all`` or ``aclose``, and then replaced: hold on to it while you work.
     """
 
@@ -34,6 +35,7 @@ class ClientInternals:
     retries: Retries
     experts: Experts | None
     tokenizer: Tokenizer | None
+    header_names: frozenset[str] = frozenset()
     abort_signal: AbortSignal = field(default_factory=AbortSignal)
 
     @property

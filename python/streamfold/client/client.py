@@ -120,6 +120,7 @@ class Client:
             retries=retries,
             experts=experts,
             tokenizer=tokenizer,
+            header_names=frozenset(name.lower() for name in headers or ()),
         )
         self._retry_log = RetryLog()
         self._warned_params: set[str] = set()

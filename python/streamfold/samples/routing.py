@@ -42,11 +42,20 @@ def session_of(sample: SampleLike) -> str | None:
 
 
 def routed_headers(
-    sample: SampleLike, headers: Mapping[str, str] | None, routing_header: str | None, engine: EngineSpec
+    sample: SampleLike,
+    headers: Mapping[str, str] | None,
+    routing_header: str | None,
+    engine: EngineSpec,
+    client_names: frozenset[str],
 ) -> Mapping[str, str] | None:
-    """Add the key of ``sample`` to the headers of its requests, unless they have that header."""
-    name = engine.session_header if routing_header == AUTO else routing_header
-    if name is None or any(name.lower() == each.lower() for each in headers or ()):
+    """Add the key of ``sample`` to the headers of its requests, unless they have that header.
+
+    ``client_names`` are those of the client, in lower case: one of them wins over ``"auto"``, not over a name.
+    """
+    is_auto = routing_header == AUTO
+    name = engine.session_header if is_auto else routing_header
+    taken = {each.lower() for each in headers or ()} | (client_names if is_auto else set())
+    if name is None or name.lower() in taken:
         return headers
     session = session_of(sample)
     return {name: session, **(headers or {})} if session else headers
