@@ -37,8 +37,8 @@ class CompletionOptions:
         routing_header: the header that carries ``sample.session_id``, by which a router keeps all calls and turns of a
             sample on one worker, whose prefix cache serves them. One is made if that is None; samples without the
             attribute have none. ``"auto"``: the header of the engine's own router, ``X-SMG-Routing-Key`` of SGLang's
-            (policies ``consistent_hashing`` and ``manual``) and ``X-Session-ID`` of vLLM's (``consistent_hash``), unless
-            the client was given one of that name. None: not sent.
+            (policies ``consistent_hashing`` and ``manual``) and ``X-Session-ID`` of vLLM's (``consistent_hash``);
+            nothing if the client was given a header of that name. None: not sent.
         prompt_token_ids: whether to request the ids of prompts that are text. A sample can then be resumed instead of
             restarted; SGLang repeats the ids in each event.
         indexer_topk: whether to request the positions that the indexers of a sparse attention chose (SGLang's
