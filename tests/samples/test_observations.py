@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from streamfold import CompletionOptions, append_observation, complete
+from streamfold import Client, CompletionOptions, append_observation, complete
+from streamfold.loopback import Loopback
 from streamfold.samples.sample import Sample
 from support.completing import SOON, answers, completed, sample_of
 from support.host.slime.utils.types import Sample as HostSample
@@ -167,6 +168,20 @@ async def test_tokens_that_the_length_of_the_response_does_not_count_are_refused
         with pytest.raises(ValueError, match=r"leaves 5 for the prompt, but the prompt had 3 .* append_observation"):
             await complete(client, sample, {"max_new_tokens": 8}, options=options)
         assert len(server.generates) == 1
+
+
+async def test_tokens_added_to_the_response_of_a_text_prompt_without_ids_are_refused() -> None:
+    """Nothing told them from the ids of a prompt."""
+    with Loopback(incremental=True) as engine:
+        async with Client(engine.url) as client:
+            sample = Sample(prompt="tell me a story")
+            await complete(client, sample, {"max_new_tokens": 4})
+            assert len(sample.tokens) == sample.response_length
+            sample.tokens += TOOL
+            sample.status = Status.PENDING
+            with pytest.raises(ValueError, match=r"leaves 2 for the prompt, but the prompt had 0"):
+                await complete(client, sample, {"max_new_tokens": 8})
+            assert client.running == []
 
 
 async def test_an_observation_before_the_first_call_is_a_part_of_the_response(speech: Speech) -> None:

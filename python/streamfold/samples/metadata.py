@@ -186,7 +186,7 @@ class LastWrite(NamedTuple):
     def check_prompt(self, sample: SampleLike) -> None:
         """Raise ValueError if tokens were added since then that the response's length does not count."""
         prompt = len(sample.tokens) - sample.response_length
-        if self.prompt not in (0, prompt):  # 0: the prompt was sent as text
+        if self.prompt != prompt:
             raise ValueError(
                 f"the sample has {len(sample.tokens)} tokens and a response_length of {sample.response_length}, which "
                 f"leaves {prompt} for the prompt, but the prompt had {self.prompt} when a call was last written: "
