@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +84,7 @@ async def test_an_abort_tells_the_engine_first_and_closes_the_socket_after_its_r
         assert generation.finish_reason is None
         assert await call is generation
         assert server.aborts == [call.rid]
-        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 5)
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 20)
 
 
 @pytest.mark.parametrize("silence", [[HANG], [head(200), HANG]], ids=["no reply", "half a reply"])
@@ -98,9 +97,9 @@ async def test_an_engine_that_does_not_answer_the_abort_is_left_after_a_second(
         speech.client(server.url) as client,
     ):
         call = await begun(client)
-        generation = await asyncio.wait_for(call.abort(), 5)
+        generation = await asyncio.wait_for(call.abort(), 20)
         assert generation.token_ids.tolist() == [1, 2]
-        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 5)
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 20)
     await until(lambda: server.open == 0)
 
 
@@ -122,18 +121,18 @@ async def test_an_answer_that_ends_by_itself_while_it_is_aborted_is_whole(speech
 
 async def test_without_side_data_an_abort_does_not_wait_for_the_terminal_event(speech: Speech) -> None:
     async with speech.replay() as server:
-        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"), after=5)
+        server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"), after=60)
         async with speech.client(server.url, timeouts=Timeouts(drain=60)) as client:
-            generation = await asyncio.wait_for((await begun(client)).abort(), 4)
+            generation = await asyncio.wait_for((await begun(client)).abort(), 20)
             assert generation.token_ids.tolist() == [1, 2]
             assert generation.finish_reason is None
 
 
 async def test_where_an_abort_brings_no_side_data_it_is_not_waited_for() -> None:
     async with VLLM.replay() as server:
-        server.routes[VLLM.path] = obeys(VLLM, server, VLLM.event([3], 3, "abort"), after=5)
+        server.routes[VLLM.path] = obeys(VLLM, server, VLLM.event([3], 3, "abort"), after=60)
         async with VLLM.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
-            generation = await asyncio.wait_for((await begun(client, top_p=True)).abort(), 4)
+            generation = await asyncio.wait_for((await begun(client, top_p=True)).abort(), 20)
             assert (generation.token_ids.tolist(), generation.finish_reason) == ([1, 2], None)
 
 
@@ -167,7 +166,7 @@ async def test_a_drain_ends_when_its_time_is_up_and_keeps_what_was_received(spee
         speech.replay(speech.running) as server,
         speech.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=0.2)) as client,
     ):
-        generation = await asyncio.wait_for((await begun(client)).abort(), 5)
+        generation = await asyncio.wait_for((await begun(client)).abort(), 20)
         assert generation.token_ids.tolist() == [1, 2]
         assert generation.routed_experts is None
         assert generation.finish_reason is None
@@ -178,7 +177,7 @@ async def test_a_drain_that_is_given_wins_over_the_clients(speech: Speech) -> No
     async with speech.replay() as server:
         server.routes[speech.path] = obeys(speech, server, speech.event([3], 3, "abort"), after=0.2)
         async with speech.client(server.url, experts=EXPERTS, timeouts=Timeouts(drain=60)) as client:
-            assert (await asyncio.wait_for((await begun(client)).abort(drain=0), 5)).finish_reason is None
+            assert (await asyncio.wait_for((await begun(client)).abort(drain=0), 20)).finish_reason is None
         async with speech.client(server.url) as client:
             assert (await (await begun(client)).abort(drain=10)).finish_reason == "abort"
             with pytest.raises(ValueError, match="drain"):
@@ -200,21 +199,19 @@ async def test_a_second_abort_or_cancel_ends_the_drain(speech: Speech, second: s
         await until(lambda: server.aborts)
         await asyncio.sleep(0.1)
         assert not waiter.done(), "it does not drain: this tests nothing"
-        start = time.perf_counter()
         if second == "abort":
-            generation = await asyncio.wait_for(call.abort(), 5)
+            generation = await asyncio.wait_for(call.abort(), 20)
             assert await waiter is generation
         elif second == "close":
-            await asyncio.wait_for(client.aclose(), 5)
+            await asyncio.wait_for(client.aclose(), 20)
             generation = await waiter
         else:
             waiter.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiter
-            generation = await call.abort()
-        assert time.perf_counter() - start < 5
+            generation = await asyncio.wait_for(call.abort(), 20)
         assert generation.token_ids.tolist() == [1, 2]
-        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 5)
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 20)
 
 
 async def client_wait(call: Call) -> Generation:
@@ -231,7 +228,7 @@ async def test_damage_in_a_drain_does_not_turn_an_abort_into_an_error(speech: Sp
 
         server.routes[speech.path] = damaged
         async with speech.client(server.url) as client:
-            generation = await asyncio.wait_for((await begun(client)).abort(drain=60), 5)
+            generation = await asyncio.wait_for((await begun(client)).abort(drain=60), 20)
             assert generation.token_ids.tolist() == [1, 2]
 
 
@@ -288,7 +285,7 @@ async def test_an_abort_in_the_queue_for_a_slot_sends_nothing_and_lets_the_next_
     async with speech.replay(speech.running) as server, speech.client(server.url, limits=Limits(calls=1)) as client:
         first = await begun(client)
         second, third = client.start(PROMPT, ASKED), client.start(PROMPT, ASKED)
-        generation = await asyncio.wait_for(second.abort(), 1)
+        generation = await asyncio.wait_for(second.abort(), 20)
         assert len(generation.token_ids) == 0
         assert await second is generation
         assert not [task for task in asyncio.all_tasks() if second.rid in task.get_name()], "it waits on for a slot"
@@ -376,7 +373,7 @@ async def test_a_cancelled_await_aborts_the_call_and_reraises(speech: Speech, by
             assert has_ended(call)
             assert (await call.abort()).token_ids.tolist() == [1, 2]
             assert (await call).token_ids.tolist() == [1, 2]
-        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 5)
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 20)
 
 
 @drains

@@ -124,7 +124,7 @@ async def test_an_engine_that_does_not_tell_whether_it_is_paused_is_neither_paus
     state: Steps, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stuck(1, state=state) as server, VLLM.client(server.url) as client:
-        assert await asyncio.wait_for(client.abort_engines(0.8), 10) is False
+        assert await asyncio.wait_for(client.abort_engines(0.8), 20) is False
         assert set(steps_of(server)) == {"/is_paused"}
     (said,) = warnings(caplog)
     assert "does not tell whether somebody has paused it" in said
@@ -157,11 +157,11 @@ async def test_whatever_ends_the_abort_during_a_pause_the_engine_is_resumed(how:
                 await asyncio.sleep(0)
                 aborting.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(aborting, 5)
+                await asyncio.wait_for(aborting, 20)
         else:
             if how == "aclose":
-                await asyncio.wait_for(client.aclose(), 5)
-            assert await asyncio.wait_for(aborting, 5) is False
+                await asyncio.wait_for(client.aclose(), 20)
+            assert await asyncio.wait_for(aborting, 20) is False
         await until(lambda: server.at(RESUME))
         assert steps_of(server) == ["/is_paused", PAUSE, RESUME]
 

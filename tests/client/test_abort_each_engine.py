@@ -95,7 +95,7 @@ async def test_a_dead_worker_is_logged_once_and_does_not_delay_aborts_at_the_oth
         ):
             calls = [await begun(client) for _ in range(3)]
             with caplog.at_level(logging.WARNING, "streamfold"):
-                generations = await asyncio.wait_for(asyncio.gather(*[call.abort() for call in calls]), 10)
+                generations = await asyncio.wait_for(asyncio.gather(*[call.abort() for call in calls]), 20)
         assert [len(generation.token_ids) for generation in generations] == [2, 2, 2]
         assert sorted(alive.aborts) == sorted(call.rid for call in calls)
         assert [caplog.text.count(server.url) > 0 for server in (dead, silent, alive)] == [True, True, False]
@@ -238,7 +238,7 @@ async def test_a_worker_that_hangs_delays_neither_aborts_at_the_others_nor_the_c
             await client.abort_all()
             await until(lambda: len(alive.aborts) == count)
             assert 0 < len(silent.at(speech.abort_path)) < count, "nothing hung: this tests nothing"
-            await asyncio.wait_for(client.aclose(), 10)
+            await asyncio.wait_for(client.aclose(), 20)
             named = [task.get_coro().__qualname__ for task in asyncio.all_tasks() - before]  # type: ignore[union-attr]
             ours = ("EngineControl.", "AbortBatches.", "ControlRequests.")
             assert not [name for name in named if name.startswith(ours)], "it closed before they had ended"

@@ -130,11 +130,11 @@ async def test_when_the_time_is_over_no_abort_of_all_is_left_that_could_end_what
             server.routes[speech.path] = speech.running
             await (await begun(client)).abort()
         before = len(server.at(speech.abort_all_path))
-        assert await asyncio.wait_for(client.abort_engines(0.2), 2) is False
+        assert await asyncio.wait_for(client.abort_engines(0.2), 20) is False
         late = server.at(speech.abort_all_path)[before:]
         assert len(late) == (0 if queued else 1)
         for request in late:
-            await asyncio.wait_for(request.peer_closed.wait(), 1)
+            await asyncio.wait_for(request.peer_closed.wait(), 20)
         await asyncio.sleep(0.05)
         assert len(server.at(speech.abort_all_path)) == before + len(late)
 
@@ -151,7 +151,7 @@ async def test_a_dead_and_a_hanging_worker_are_logged_once_and_do_not_delay_the_
     async with engine(speech, 2, 0) as alive, engine(speech, abort=[HANG]) as deaf:
         workers = answer_json({"workers": [{"url": server.url} for server in (dead, deaf, alive)]})
         async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
-            assert await asyncio.wait_for(client.abort_engines(1.2), 10) is False, "nobody knows what the others run"
+            assert await asyncio.wait_for(client.abort_engines(1.2), 20) is False, "nobody knows what the others run"
             assert sweeps(speech, alive) == 3
             assert [warnings(caplog, server) for server in (dead, deaf, alive)] == [1, 1, 0]
             assert router.at(speech.abort_all_path) == []
@@ -178,7 +178,7 @@ async def test_a_worker_that_answers_and_may_not_be_idle_is_logged_once_and_coun
     async with engine(speech, load, abort=abort) as odd, engine(speech, 1, 0) as alive:
         workers = answer_json({"workers": [{"url": server.url} for server in (odd, alive)]})
         async with speech.replay(routes={"/workers": workers}) as router, speech.client(router.url) as client:
-            assert await asyncio.wait_for(client.abort_engines(), 10) is False
+            assert await asyncio.wait_for(client.abort_engines(), 20) is False
             assert sweeps(speech, alive) == 3
             assert 1 <= sweeps(speech, odd) <= 2, "the requests end"
             assert [warnings(caplog, server) for server in (odd, alive)] == [1, 0]
@@ -214,7 +214,7 @@ async def test_while_a_router_does_not_list_its_workers_they_are_not_known_to_be
 ) -> None:
     async with engine(speech, 1, 0) as server, speech.client(server.url) as client:
         server.routes["/workers"] = workers
-        assert await asyncio.wait_for(client.abort_engines(1), 10) is False
+        assert await asyncio.wait_for(client.abort_engines(1), 20) is False
         assert sweeps(speech, server) == 3, "it may be the engine"
         assert warnings(caplog, server) == 1
         assert "which engines it has is not known" in caplog.text
@@ -228,7 +228,7 @@ async def test_a_router_that_lists_its_workers_a_little_later_is_asked_again(spe
         listed = answer_json({"workers": [{"url": server.url} for server in (one, two)]})
         router.routes["/workers"] = in_turn(router, workers, workers, listed, path="/workers")
         async with speech.client(router.url) as client:
-            assert await asyncio.wait_for(client.abort_engines(), 10) is True
+            assert await asyncio.wait_for(client.abort_engines(), 20) is True
         assert (sweeps(speech, one), sweeps(speech, two)) == (3, 3)
 
 
@@ -238,7 +238,7 @@ async def test_a_router_that_fails_after_it_has_listed_its_workers_hides_none(sp
         router.routes["/workers"] = in_turn(router, listed, [RST], path="/workers")
         async with speech.client(router.url) as client:
             await client.workers()
-            assert await asyncio.wait_for(client.abort_engines(0.5), 10) is False
+            assert await asyncio.wait_for(client.abort_engines(0.5), 20) is False
         assert sweeps(speech, one) == 2
         assert sweeps(speech, two) > 2
 
@@ -249,7 +249,7 @@ async def test_an_engine_that_is_gone_altogether_raises_nothing_and_is_not_idle(
     async with speech.replay() as dead:
         pass
     async with speech.client(dead.url) as client:
-        assert await asyncio.wait_for(client.abort_engines(0.5), 10) is False, "it may be busy, and unreachable"
+        assert await asyncio.wait_for(client.abort_engines(0.5), 20) is False, "it may be busy, and unreachable"
         with pytest.raises(EngineError):
             await client.load()
     assert warnings(caplog, dead) == 1
@@ -265,7 +265,7 @@ async def test_an_engine_that_can_be_reached_again_in_time_is_aborted(speech: Sp
         await asyncio.sleep(0.1)
         assert not aborting.done()
         with speech.loopback(port=int(url.rpartition(":")[2])) as box:
-            assert await asyncio.wait_for(aborting, 10) is True
+            assert await asyncio.wait_for(aborting, 20) is True
             assert "*" in box.stats().aborts
 
 
@@ -275,7 +275,7 @@ async def test_an_engine_to_which_each_connect_times_out_is_not_known_to_be_idle
     with full_house() as (_, url):
         async with engine(speech, 1, 0) as alive, speech.replay() as router, speech.client(router.url) as client:
             router.routes["/workers"] = answer_json({"workers": [{"url": alive.url}, {"url": url}]})
-            assert await asyncio.wait_for(client.abort_engines(1.2), 10) is False
+            assert await asyncio.wait_for(client.abort_engines(1.2), 20) is False
             assert sweeps(speech, alive) == 3
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1
@@ -307,10 +307,10 @@ async def test_a_server_abort_that_is_broken_off_leaves_nothing_and_warns_of_not
             if how == "cancel":
                 aborting.cancel()
                 with pytest.raises(asyncio.CancelledError):
-                    await asyncio.wait_for(aborting, 2)
+                    await asyncio.wait_for(aborting, 20)
             else:
-                await asyncio.wait_for(client.aclose(), 5)
-                assert await asyncio.wait_for(aborting, 5) is False
+                await asyncio.wait_for(client.aclose(), 20)
+                assert await asyncio.wait_for(aborting, 20) is False
             count = sweeps(speech, server)
             await asyncio.sleep(0.1)
             assert sweeps(speech, server) == count, "it continues"

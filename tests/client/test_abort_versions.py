@@ -94,7 +94,7 @@ async def test_where_the_terminal_event_does_not_come_an_abort_ends_without_it()
     async with VLLM.replay() as server:
         server.routes[VLLM.path] = deaf(server)
         async with VLLM.client(server.url) as client:
-            generation = await asyncio.wait_for((await begun(client)).abort(), 5)
+            generation = await asyncio.wait_for((await begun(client)).abort(), 20)
             assert (generation.token_ids.tolist(), generation.finish_reason) == ([1, 2], None)
             assert generation.version_spans == [(None, 0, 2)]
 

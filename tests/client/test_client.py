@@ -152,9 +152,9 @@ async def test_a_body_is_read_to_its_end_so_that_the_engine_never_sees_a_client_
 async def test_a_body_that_does_not_end_is_waited_for_within_bounds(speech: Speech, last: bytes) -> None:
     steps: list[Step] = [head(), *map(chunk, speech.events(3)), *([chunk(last)] if last else []), HANG]
     async with speech.replay(steps) as server, speech.client(server.url) as client:
-        generation = await asyncio.wait_for(client.generate(PROMPT, ASKED), 10)
+        generation = await asyncio.wait_for(client.generate(PROMPT, ASKED), 20)
         assert generation.token_ids.tolist() == [1, 2, 3]
-        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 10)
+        await asyncio.wait_for(server.generates[0].peer_closed.wait(), 20)
         assert server.aborts == []
 
 
@@ -169,7 +169,7 @@ async def test_a_body_that_continues_after_its_terminal_event_is_read_within_bou
             yield chunk(b": more\n\n" * 1000)
 
     async with speech.replay(endless) as server, speech.client(server.url) as client:
-        generation = await asyncio.wait_for(client.generate(PROMPT, ASKED), 10)
+        generation = await asyncio.wait_for(client.generate(PROMPT, ASKED), 20)
         assert generation.finish_reason == "stop"
         assert server.aborts == []
     assert written < 1000, "8 MB and more: it is the time that ended it"
@@ -290,7 +290,7 @@ async def test_a_load_that_is_not_reported_is_an_error_and_not_idle(
     monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 0.4)
     async with speech.replay(routes={speech.load_path: reply}) as server, speech.client(server.url) as client:
         with pytest.raises(EngineError):
-            await asyncio.wait_for(client.load(), 10)
+            await asyncio.wait_for(client.load(), 20)
 
 
 async def test_a_cancelled_load_request_leaks_nothing(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:

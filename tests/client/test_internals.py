@@ -50,7 +50,7 @@ async def test_the_end_of_all_calls_is_signalled_once_to_those_who_worked_by_the
         waiter = asyncio.ensure_future(signal.wait())
         await asyncio.sleep(0)
         await getattr(client, how)()
-        assert await asyncio.wait_for(waiter, 1) is True
+        assert await asyncio.wait_for(waiter, 20) is True
         assert signal.is_set()
         assert not internals_of(client).abort_signal.is_set(), "work that starts now is not concerned"
 
@@ -73,7 +73,7 @@ async def test_a_fault_in_what_hears_the_driver_ends_the_call_and_the_others_go_
         async with Client(server.url, transport=transport) as client:
             monkeypatch.setitem(Attempt._reports, kind, fail_once)
             calls = [client.start(PROMPT, ASKED) for _ in range(3)]
-            ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+            ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
             (error,) = [end for end in ends if isinstance(end, BaseException)]
             assert isinstance(error, StreamfoldError)
             assert isinstance(error.__cause__, LookupError)

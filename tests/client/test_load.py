@@ -153,7 +153,7 @@ async def test_a_worker_that_takes_connections_and_does_not_tell_is_not_left_out
         odd.routes[speech.load_path] = load
         async with speech.client(router.url) as client:
             with pytest.raises(EngineError):
-                await asyncio.wait_for(client.load(), 10)
+                await asyncio.wait_for(client.load(), 20)
 
 
 async def test_what_was_counted_at_one_worker_proves_nothing_of_another() -> None:

@@ -200,13 +200,13 @@ async def test_a_call_on_a_transport_that_shows_no_stream_is_ended_all_the_same(
         call = client.start(PROMPT, {})
         await until(lambda: transport.paths and call.token_count == 2 * answers)
         if how == "abort":
-            await asyncio.wait_for(call.abort(), 5)
+            await asyncio.wait_for(call.abort(), 20)
         elif how == "cancel":
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(call, 0.05)
         else:
             with pytest.raises(EngineTimeout):
-                await asyncio.wait_for(call, 5)
+                await asyncio.wait_for(call, 20)
         generation = await call.abort()
         assert generation.token_ids.tolist() == [1, 2][: 2 * answers]
         assert "/abort_request" in transport.paths
@@ -238,7 +238,7 @@ async def test_a_connection_that_other_requests_share_is_not_closed_under_them()
     async with Client("http://engine", transport=transport) as client:
         call = client.start(PROMPT, {})
         await until(lambda: call.token_count == 2)
-        assert (await asyncio.wait_for(call.abort(), 5)).token_ids.tolist() == [1, 2]
+        assert (await asyncio.wait_for(call.abort(), 20)).token_ids.tolist() == [1, 2]
         assert transport.body.closed
         assert not transport.network.closed
 
@@ -252,9 +252,9 @@ async def test_a_transport_that_keeps_connections_is_aborted_before_the_headers_
             call = client.start(PROMPT, {})
             await until(lambda: len(server.generates) == 2)
             assert server.accepted == 1, "the connection is not reused: this tests nothing"
-            generation = await asyncio.wait_for(call.abort(), 5)
+            generation = await asyncio.wait_for(call.abort(), 20)
             assert len(generation.token_ids) == 0
-            await asyncio.wait_for(server.generates[1].peer_closed.wait(), 5)
+            await asyncio.wait_for(server.generates[1].peer_closed.wait(), 20)
 
 
 @pytest.mark.parametrize("error", [httpx.ReadError("cut"), ssl.SSLError("bad record"), OSError("cut")], ids=repr)

@@ -100,7 +100,7 @@ async def test_an_abort_during_the_extension_ends_the_call(speech: Speech) -> No
         async with speech.client(server.url, timeouts=UNSET, retries=ONCE) as client:
             call = client.start(PROMPT, ASKED)
             await until(lambda: server.at(speech.load_path))
-            generation = await asyncio.wait_for(call.abort(), 5)
+            generation = await asyncio.wait_for(call.abort(), 20)
             assert (len(generation.token_ids), call.error) == (0, None)
 
 

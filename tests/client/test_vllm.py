@@ -114,7 +114,7 @@ async def test_a_count_that_contradicts_the_tokens_ends_the_call_even_if_the_bod
     steps: list[Step] = [head(), *map(chunk, VLLM.events(2)), chunk(usage_event(3)), HANG]
     async with VLLM.replay(steps) as server, VLLM.client(server.url, retries=ONCE) as client:
         with pytest.raises(DecodeError) as raised:
-            await asyncio.wait_for(client.generate(PROMPT, ASKED), 5)
+            await asyncio.wait_for(client.generate(PROMPT, ASKED), 20)
         assert raised.value.partial is not None
         assert raised.value.partial.token_ids.tolist() == [1, 2]
         assert server.aborts == [], "the engine has finished"
@@ -140,7 +140,7 @@ async def test_where_no_abort_can_be_posted_the_socket_is_closed_which_is_said_o
             assert (len(server.at(VLLM.abort_path)), len(server.at(VLLM.abort_all_path))) == sent, "it knows by now"
         assert [(await call).token_ids.tolist() for call in calls] == [[1, 2]] * 25
         for request in server.generates:
-            await asyncio.wait_for(request.peer_closed.wait(), 5)
+            await asyncio.wait_for(request.peer_closed.wait(), 20)
         assert len(caplog.records) == 1
         assert "closing its stream" in caplog.text
 

@@ -136,7 +136,7 @@ async def test_a_request_that_reached_its_engine_after_the_trainers_abort_does_n
         asking = asyncio.ensure_future(ask(args, sample, {"max_new_tokens": 8}))
         await until(lambda: len(server.generates) == 1)
         GenerateState(args).aborted = True
-        await asyncio.wait_for(asking, 10)
+        await asyncio.wait_for(asking, 20)
         assert server.aborts
     assert (response_of(sample), sample.status) == ([], Status.ABORTED)
 

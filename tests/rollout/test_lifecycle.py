@@ -308,7 +308,7 @@ async def test_a_cancel_does_not_wait_for_rewards() -> None:
         await bounded(begun.wait())
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 20)
     assert everywhere(source) == [0]
 
 
@@ -365,7 +365,7 @@ async def test_a_further_cancel_ends_drains(when: str) -> None:
         assert not running.done()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 20)
     assert everywhere(source) == [0, 1]
     assert source.take(1)[0][0].response_length == 1
 

@@ -65,7 +65,7 @@ async def test_a_rollout_ends_though_the_engine_parks_what_comes_after_the_abort
     async with nothing_left(), speech.replay(generate, routes=routes) as server, speech.client(server.url) as client:
         options: dict[str, Any] = {"groups": 1, "over_sampling": 2, "partial_rollout": True, "abort_seconds": 0.4}
         trainer = rollout(Turns(client), client=client, sampling_params=ASKED, **options)
-        result = await asyncio.wait_for(trainer.run(source), 10)
+        result = await asyncio.wait_for(trainer.run(source), 20)
         assert [group[0].group_index for group in result.groups] == [1]
         assert any(request.json == speech.abort_all_body for request in server.at(speech.abort_all_path))
         assert len(server.generates) >= 3, "a late one was sent"
@@ -111,7 +111,7 @@ async def test_a_worker_that_is_dead_and_one_that_is_deaf_do_not_keep_a_rollout_
                     async def generator(sample: Any, params: Any, *, aborted: Any) -> Any:
                         return await built_in(sample, params, aborted=lambda: False)
 
-                result = await asyncio.wait_for(rollout(generator, client=client, **options).run(source), 10)
+                result = await asyncio.wait_for(rollout(generator, client=client, **options).run(source), 20)
                 told = server.at(speech.abort_all_path if mode == "server" else speech.abort_path)
             assert result.groups == [groups[1]]
             assert told, "the one that lives was told"

@@ -153,7 +153,7 @@ async def test_a_call_that_the_engine_ends_while_the_host_aborts_is_a_result(spe
         task = asyncio.ensure_future(completed(client, sample, aborted=lambda: aborting))
         await until(lambda: client.running and client.running[0].token_count)
         aborting = True
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 20)
         assert len(server.generates) == 1
     assert (sample.response_length, sample.status) == (1 + len(rest), ABORTED)
 
@@ -161,7 +161,7 @@ async def test_a_call_that_the_engine_ends_while_the_host_aborts_is_a_result(spe
 async def end_all(client: Client, how: str, task: asyncio.Future[Any]) -> None:
     """Abort all calls, or close the client, and check that the task ends."""
     await getattr(client, how)()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 20)
     assert client._session is None or how == "abort_all", "a closed client has opened itself again"
     await client.aclose()
 
