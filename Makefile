@@ -11,6 +11,8 @@ SCALE_ARGS ?= --quick
 TEST_ARGS ?=
 # Processes that run Python tests side by side; many tests wait for servers, so two cores are worth three.
 TEST_JOBS ?= 3
+# Processes that compute beside the tests in make soak.
+BUSY ?= 10
 
 # The benchmarks' server is a workspace of its own; benches/server.py builds it to the same place.
 BENCH_SERVER_ARGS := --release --locked --manifest-path benches/server/Cargo.toml --target-dir target/bench-server
@@ -100,9 +102,10 @@ bench: $(BUILT) $(BENCH_SERVER)  ## Measure against what people run today, and w
 	$(BIN)/python -m benches.experts
 	$(BIN)/python -m benches.instructions
 
-soak: $(BUILT) $(BENCH_SERVER)  ## Run the tests at their full counts (long)
+soak: $(BUILT) $(BENCH_SERVER)  ## Run the tests at their full counts, and the usual ones on a busy machine (hours)
 	PROPTEST_CASES=20000 $(CARGO) test --workspace --locked --release
 	STREAMFOLD_SOAK=1 $(BIN)/pytest --timeout 3600 $(TEST_ARGS)
+	$(BIN)/python tests/support/busy.py $(BUSY) $(BIN)/pytest -n $(TEST_JOBS) --dist worksteal --timeout 900 $(TEST_ARGS)
 
 # Coverage guidance on a stable toolchain: LLVM's own pass counts the edges, and libFuzzer finds the counters at link
 # time. No sanitizer, as the core forbids unsafe code. The explicit target keeps the flags away from build scripts.
