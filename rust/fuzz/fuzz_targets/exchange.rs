@@ -45,6 +45,7 @@ fn read<'a>(parts: impl IntoIterator<Item = &'a [u8]>, choice: u8, expected: Exp
     match choice >> 4 & 3 {
         0 => exchange.handle(Input::Eof, &mut events),
         1 => exchange.handle(Input::Reset(104), &mut events),
+        2 => exchange.handle(Input::TlsFailed("an alert"), &mut events),
         _ => {}
     }
     let ends = events.iter().filter(|event| matches!(event, Event::Ended { .. })).count();
@@ -67,7 +68,16 @@ fn close(bytes: &[u8], place: usize, expected: Expected) {
     exchange.handle(Input::Received(before), &mut events);
     exchange.handle(Input::Close, &mut events);
     let (count, tokens) = (events.len(), exchange.token_count());
-    for input in [Input::Received(after), Input::Eof, Input::Send, Input::Connected, Input::Abort, Input::Reset(104)] {
+    let inputs = [
+        Input::Received(after),
+        Input::Eof,
+        Input::Send,
+        Input::Connected,
+        Input::Abort,
+        Input::Reset(104),
+        Input::TlsFailed("an alert"),
+    ];
+    for input in inputs {
         exchange.handle(input, &mut events);
     }
     assert_eq!((exchange.state(), exchange.token_count(), events.len()), (State::Closed, tokens, count));

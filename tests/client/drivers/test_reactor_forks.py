@@ -14,10 +14,12 @@ import pytest
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.client.drivers.reactor import ReactorSockets
 from support.driving import Driven, asked
+from support.peers import server_tls, trusting
 from support.replay import DONE, END, HANG, LAST_CHUNK, Replay, Request, Steps, chunk, events, head, until
 from support.ways import ALL
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the reactor is for Linux")
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the reactor is 
 BOTH_LOOPS = True
 
 STREAMS = 64
+TLS = pytest.mark.parametrize("tls", [None, server_tls()], ids=["plain", "tls"])
 
 
 def wait(process: int) -> None:
@@ -44,15 +47,16 @@ def fork(child: Callable[[], object]) -> int:
     return process
 
 
+@TLS
 @pytest.mark.parametrize("way", ["closes its copy", "drops its copy", "only exits"])
-async def test_a_child_that_ends_takes_nothing_from_its_parent(way: str) -> None:
+async def test_a_child_that_ends_takes_nothing_from_its_parent(way: str, tls: ssl.SSLContext | None) -> None:
     more = asyncio.Event()
 
     def steps(_: Request) -> Steps:
         first, *others = events(3)
         return [head(), chunk(first), more, *map(chunk, others), chunk(DONE), LAST_CHUNK, END]
 
-    sockets = ReactorSockets()
+    sockets = ReactorSockets(trusting())
     driver = DirectDriver(sockets)
 
     def child() -> None:
@@ -62,7 +66,7 @@ async def test_a_child_that_ends_takes_nothing_from_its_parent(way: str) -> None
             del sockets._reactor.core
             gc.collect()
 
-    async with Replay(steps) as server:
+    async with Replay(steps, tls=tls) as server:
         driven = [Driven(driver, asked(server.url)) for _ in range(STREAMS)]
         for each in driven:
             await each.comes("first_token")
@@ -76,10 +80,11 @@ async def test_a_child_that_ends_takes_nothing_from_its_parent(way: str) -> None
         await driver.aclose()
 
 
-async def test_the_server_sees_the_end_while_a_child_lives() -> None:
-    driver = DirectDriver(ReactorSockets())
+@TLS
+async def test_the_server_sees_the_end_while_a_child_lives(tls: ssl.SSLContext | None) -> None:
+    driver = DirectDriver(ReactorSockets(trusting()))
     reading, writing = os.pipe()
-    async with Replay([head(), *map(chunk, events(1, finish=None)), HANG]) as server:
+    async with Replay([head(), *map(chunk, events(1, finish=None)), HANG], tls=tls) as server:
         driven = [Driven(driver, asked(server.url)) for _ in range(STREAMS)]
         for each in driven:
             await each.comes("first_token")

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from streamfold import Client
 from streamfold.client.drivers.direct import DirectDriver
 from streamfold.client.drivers.reactor import ReactorSockets
-from streamfold.errors import StreamTruncated
+from streamfold.client.drivers.sockets import Address
+from streamfold.errors import EngineError, StreamTruncated
 from support.driving import Driven, asked, told
 from support.leftovers import open_files
 from support.paths import DATA
@@ -186,6 +188,26 @@ async def test_damaged_ciphertext_breaks_the_connection_in_the_words_of_tls_and_
             driven.exchange.end()
 
 
+async def test_an_alert_in_the_midst_of_a_stream_is_told_in_its_words_and_what_came_before_it_is_kept() -> None:
+    def serve(sock: socket.socket) -> None:
+        peer = Peer(sock)
+        good = peer.sealed(STREAM_FIELDS + b"content-length: 9999\r\n\r\n" + b"".join(events(2, None)))
+        peer.incoming.write(b"\x17\x03\x03\x00\x20" + bytes(32))  # what the client never sent makes an alert
+        with contextlib.suppress(ssl.SSLError):
+            peer.tls.read(1)
+        sock.sendall(good + peer.outgoing.read())
+        sock.recv(65536)
+
+    with serving_raw(serve) as url:
+        async with driving() as driver:
+            driven = Driven(driver, asked(url))
+            assert await driven.ended() == [*BEGUN, "error", "ended"]
+            words = str(driven.detail("error").__cause__).lower().replace("_", " ")
+            assert "alert bad record mac" in words
+            assert driven.exchange.take().token_ids.tolist() == [1, 2]
+            driven.exchange.end()
+
+
 async def test_a_reply_that_comes_before_its_request_is_refused_as_without_tls() -> None:
     def serve(sock: socket.socket) -> None:
         with server_tls().wrap_socket(sock, server_side=True) as wrapped:
@@ -299,6 +321,29 @@ async def test_an_ipv6_address_is_checked_against_the_certificate() -> None:
     with serving_raw(serve, "::1") as url:
         async with driving() as driver:
             assert await Driven(driver, asked(url)).ended() == ALL
+
+
+async def test_a_name_with_other_letters_is_looked_up_told_and_checked_in_its_idna_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The certificate is for localhost: the message names what it was compared with."""
+    names: list[str | None] = []
+    theirs = server_tls()
+    theirs.sni_callback = lambda _tls, name, _context: names.append(name)
+    looked_up: list[str] = []
+
+    async def here(_: object, host: str, port: int) -> list[Address]:
+        looked_up.append(host)
+        return [Address(socket.AF_INET, "127.0.0.1", port)]
+
+    monkeypatch.setattr("streamfold.client.drivers.resolver._addresses", here)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's own view of the handshake
+    async with Replay(WHOLE, tls=theirs) as server:
+        url = server.url.replace("127.0.0.1", "bücher.example")
+        async with Client(url, ssl_context=trusting()) as client:
+            with pytest.raises(EngineError, match=r"xn--bcher-kva\.example"):
+                await client.generate([1], {})
+    assert (looked_up, names) == (["xn--bcher-kva.example"], ["xn--bcher-kva.example"])
 
 
 async def test_nobody_listens() -> None:

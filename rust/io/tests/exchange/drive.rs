@@ -48,7 +48,12 @@ pub enum Tail {
     Eof,
     /// The connection breaks.
     Reset,
+    /// TLS fails: damaged ciphertext, an alert, a connection that is closed without `close_notify`.
+    TlsFailed,
 }
+
+/// How TLS says it.
+pub const ALERT: &str = "an alert";
 
 /// Everything that comes of a reply.
 #[derive(Debug, PartialEq)]
@@ -79,6 +84,7 @@ pub fn read<'a>(
         Tail::Open => {}
         Tail::Eof => exchange.handle(Input::Eof, &mut events),
         Tail::Reset => exchange.handle(Input::Reset(104), &mut events),
+        Tail::TlsFailed => exchange.handle(Input::TlsFailed(ALERT), &mut events),
     }
     let ends = events.iter().filter(|event| matches!(event, Event::Ended { .. })).count();
     assert_eq!(ends, usize::from(exchange.state().is_over()), "one end: {events:?}");

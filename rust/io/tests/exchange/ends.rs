@@ -3,7 +3,7 @@
 use streamfold_core::{Dialect, Error, FinishReason, Options};
 use streamfold_io::{Event, Expected, Input, State};
 
-use crate::drive::{Tail, chunked, names, put, read, sent, stream};
+use crate::drive::{ALERT, Tail, chunked, names, put, read, sent, stream};
 use crate::streams::{event, short};
 
 #[test]
@@ -40,7 +40,7 @@ fn each_state_of_a_stream_shows() {
 
 #[test]
 fn a_kept_connection_that_ends_is_not_reusable() {
-    for input in [Input::Eof, Input::Reset(104)] {
+    for input in [Input::Eof, Input::Reset(104), Input::TlsFailed(ALERT)] {
         let mut exchange = sent(stream(None));
         put(&mut exchange, Input::Received(b"HTTP/1.1 204 No Content\r\n\r\n"));
         assert_eq!(exchange.state(), State::Done { reusable: true });
@@ -94,7 +94,7 @@ fn a_stream_that_ends_too_early_is_truncated() {
 #[test]
 fn a_connection_that_breaks_behind_the_terminal_event_does_no_harm() {
     let bytes = chunked(short().as_bytes());
-    for tail in [Tail::Eof, Tail::Reset] {
+    for tail in [Tail::Eof, Tail::Reset, Tail::TlsFailed] {
         let outcome = read([&bytes[..bytes.len() - 5]], tail, stream(None), false);
         assert_eq!(names(&outcome.events), ["head", "first_token", "finished", "ended"]);
         assert_eq!(outcome.state, State::Done { reusable: false });

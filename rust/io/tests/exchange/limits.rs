@@ -75,7 +75,7 @@ fn a_refusal_is_kept_up_to_64_kib() {
 #[test]
 fn an_interrupted_refusal_gives_what_there_is() {
     let reply = b"HTTP/1.1 500 Error\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n3\r\nde";
-    for tail in [Tail::Eof, Tail::Reset] {
+    for tail in [Tail::Eof, Tail::Reset, Tail::TlsFailed] {
         let outcome = read([&reply[..]], tail, stream(None), false);
         assert_eq!((names(&outcome.events), &outcome.body[..]), (vec!["head", "refused", "ended"], &b"abcde"[..]));
     }

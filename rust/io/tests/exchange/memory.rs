@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use streamfold_io::{Body, Exchange, Input, State};
 
-use crate::drive::{chunked, put, request, sent, stream};
+use crate::drive::{ALERT, chunked, put, request, sent, stream};
 use crate::streams::short;
 
 #[test]
@@ -36,6 +36,7 @@ fn the_body_is_freed_when_the_sending_ends() {
         Input::SendFailed(32),
         Input::Received(b"HTTP/1.1 503 Busy\r\n\r\n"),
         Input::Reset(104),
+        Input::TlsFailed(ALERT),
         Input::Abort,
         Input::Close,
     ];

@@ -4,7 +4,7 @@ use std::iter::once;
 
 use streamfold_io::{Exchange, Expected, Failure, Input, Method, Request, RequestHead, State};
 
-use crate::drive::{chunked, names, put};
+use crate::drive::{ALERT, chunked, names, put};
 
 const BODIES: [&[u8]; 3] = [b"a", b"bb", b"ccc"];
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
@@ -69,7 +69,7 @@ fn a_reply_that_ends_the_connection_is_the_one_that_is_reported() {
 #[test]
 fn a_connection_that_breaks_between_replies_or_within_one_is_a_failure_behind_the_good_ones() {
     for half in [&b""[..], &OK[..20], &COUNTED[..COUNTED.len() - 1]] {
-        for tail in [Input::Eof, Input::Reset(104)] {
+        for tail in [Input::Eof, Input::Reset(104), Input::TlsFailed(ALERT)] {
             let (events, passed, _) = read(&[OK, half].concat(), Some(tail));
             assert_eq!((events, passed), (vec!["failed", "ended"], 1));
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use streamfold_io::{Body, Event, Exchange, Failure, Input, ProtocolError, State};
 
-use crate::drive::{chunked, names, new, put, request, sent, stream};
+use crate::drive::{ALERT, chunked, names, new, put, request, sent, stream};
 use crate::streams::short;
 
 fn failed(failure: Failure, is_unanswered: bool) -> [Event; 2] {
@@ -115,7 +115,11 @@ fn a_failed_connect_names_its_errno() {
 #[test]
 fn a_connection_that_ends_before_the_reply_fails() {
     for is_ready in [true, false] {
-        for (input, failure) in [(Input::Eof, Failure::Closed), (Input::Reset(104), Failure::Reset(104))] {
+        for (input, failure) in [
+            (Input::Eof, Failure::Closed),
+            (Input::Reset(104), Failure::Reset(104)),
+            (Input::TlsFailed(ALERT), Failure::Tls(ALERT.to_owned())),
+        ] {
             let mut exchange = if is_ready { new(stream(None)) } else { sent(stream(None)) };
             put(&mut exchange, Input::Connected);
             assert_eq!(put(&mut exchange, input), failed(failure, true));

@@ -3,12 +3,12 @@
 use proptest::prelude::*;
 use streamfold_io::{Event, Failure, Input, ProtocolError, State};
 
-use crate::drive::{Outcome, Tail, put, read, sent, stream};
+use crate::drive::{ALERT, Outcome, Tail, put, read, sent, stream};
 use crate::scripts::{damaged_replies, replies, split};
 use crate::twin;
 
 fn tails() -> impl Strategy<Value = Tail> {
-    prop::sample::select(vec![Tail::Open, Tail::Eof, Tail::Reset])
+    prop::sample::select(vec![Tail::Open, Tail::Eof, Tail::Reset, Tail::TlsFailed])
 }
 
 fn limits() -> impl Strategy<Value = Option<usize>> {
@@ -62,7 +62,7 @@ proptest! {
         let tokens = exchange.token_count();
         let inputs = [
             Input::Received(after), Input::Sent(1), Input::Connected, Input::Send, Input::ConnectFailed(111),
-            Input::SendFailed(32), Input::Abort, Input::Eof, Input::Reset(104), Input::Close,
+            Input::SendFailed(32), Input::Abort, Input::Eof, Input::Reset(104), Input::TlsFailed(ALERT), Input::Close,
         ];
         for input in inputs {
             prop_assert_eq!(put(&mut exchange, input), []);

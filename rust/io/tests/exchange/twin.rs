@@ -6,7 +6,7 @@ mod http;
 use streamfold_core::{Dialect, Error, FinishReason, Options, Parser};
 use streamfold_io::{Event, Expected, Failure, ProtocolError, State};
 
-use crate::drive::{Outcome, Tail};
+use crate::drive::{ALERT, Outcome, Tail};
 use http::{BodyEnd, Framing};
 
 const MAX_BYTES: usize = 65_536;
@@ -25,6 +25,7 @@ pub fn read(bytes: &[u8], tail: Tail, expected: Expected) -> Outcome {
         Tail::Open => None,
         Tail::Eof => Some(Failure::Closed),
         Tail::Reset => Some(Failure::Reset(104)),
+        Tail::TlsFailed => Some(Failure::Tls(ALERT.to_owned())),
     };
     let found = http::head(bytes);
     let found = found.and_then(|found| found.map(|(head, rest)| Ok((http::framing(&head)?, head, rest))).transpose());
