@@ -336,8 +336,9 @@ async def test_a_tokenizer_makes_ids_of_texts_and_chats_and_tells_the_end(tmp_pa
 
     async with Replay(aborted) as engine:
         options = ("--tokenizer", "any", "--concurrency", "1")
+        path = os.pathsep.join([str(tmp_path), *sys.path])
         done = await asyncio.to_thread(
-            rollout, engine.url, prompts, out, *options, PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1"
+            rollout, engine.url, prompts, out, *options, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1"
         )
         assert done.returncode == 0, done.stderr
         ids = [request.json["input_ids"] for request in engine.generates]
