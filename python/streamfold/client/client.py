@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import orjson
@@ -12,6 +12,7 @@ import orjson
 from streamfold._core import Generation, __version__
 from streamfold.client._internal import ClientInternals
 from streamfold.client.abort_signal import AbortSignal
+from streamfold.client.arguments import check_kind, check_mapping
 from streamfold.client.call import Call
 from streamfold.client.drivers.choose import driver_factory
 from streamfold.client.fields import with_fields
@@ -21,9 +22,10 @@ from streamfold.client.runner import CallRunner, RetryLog
 from streamfold.client.session import Session
 from streamfold.client.side_data import MissingSideData
 from streamfold.client.urls import BaseUrl, bearer
-from streamfold.engines.base import RequestOptions, common_extra, token_array
+from streamfold.engines.base import RequestOptions, common_extra
 from streamfold.engines.detect import ENGINES, detect
 from streamfold.engines.sglang import Sglang
+from streamfold.engines.token_ids import token_array
 
 if TYPE_CHECKING:
     import ssl
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 _logger = logging.getLogger("streamfold")
+_TIMEOUTS = "Timeouts(first_token=120)"
 _BODY_HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}  # nobody may replace them
 
 
@@ -78,7 +81,7 @@ class Client:
     Raises:
         ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, ``base_url``, ``api_key`` or a header is
             invalid, or ``extra`` holds a prompt or a key that the client sets itself.
-        TypeError: ``extra`` cannot be written as JSON.
+        TypeError: an argument is of another kind, or ``extra`` cannot be written as JSON.
     """
 
     def __init__(
@@ -103,6 +106,10 @@ class Client:
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}, auto")
         if clamped not in ("raise", "keep"):
             raise ValueError(f'clamped must be "raise" or "keep", not {clamped!r}')
+        check_kind("base_url", base_url, str, '"http://10.0.0.1:30000"')
+        check_kind("timeouts", timeouts, Timeouts, _TIMEOUTS)
+        check_kind("retries", retries, Retries, "Retries(tries=10)")
+        check_kind("limits", limits, Limits, "Limits(calls=512)")
         self._base_url = BaseUrl.parse(base_url)
         self._vocab_size = vocab_size
         fields: Fields = (("Accept", "*/*"), ("User-Agent", f"streamfold/{__version__}"))
@@ -130,6 +137,12 @@ class Client:
     def __client_internals__(self) -> ClientInternals:
         """For the layers above: see :mod:`streamfold.client._internal`."""
         return self._internals
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Client cannot be pickled or copied, since it belongs to one process and event loop: pickle what makes "
+            f"it (as Client({self.base_url!r}, engine={self.engine!r})), and create one in each process"
+        )
 
     # Settings and state.
 
@@ -213,9 +226,14 @@ class Client:
 
         Raises:
             ValueError: an argument is invalid; the message says which.
-            TypeError: a value cannot be written as JSON.
+            TypeError: an argument is of another kind, such as a text for token ids, or cannot be written as JSON.
             RuntimeError: no event loop is running, the client is bound to another one, or it is being closed.
         """
+        check_mapping("sampling_params", sampling_params, '{"max_new_tokens": 1024}')
+        if extra is not None:
+            check_mapping("extra", extra, '{"priority": 1}')
+        if timeouts is not None:
+            check_kind("timeouts", timeouts, Timeouts, _TIMEOUTS)
         session = self._bound()
         options = RequestOptions(
             rid=session.new_rid(rid),

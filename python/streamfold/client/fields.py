@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from streamfold._core import RequestHead
+from streamfold.client.arguments import check_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,10 +19,14 @@ def with_fields(fields: Fields, headers: Mapping[str, str] | None) -> Fields:
     """Add headers, which replace those of the same name, in any case.
 
     Raises:
+        TypeError: ``headers`` is no mapping of text to text.
         ValueError: a name is no token or belongs to HTTP itself (``Content-Length``, ``Transfer-Encoding``,
             ``Connection``, ``Host``, ``Expect``, ``Upgrade``, ``TE``, ``Trailer``), or a value holds a control
             character or a character beyond latin-1. The message names the header.
     """
+    if headers is None:
+        return fields
+    check_mapping("headers", headers, '{"X-Team": "math"}')
     if not headers:
         return fields
     named = {name.lower(): (name, value) for name, value in fields}
@@ -32,6 +37,8 @@ def with_fields(fields: Fields, headers: Mapping[str, str] | None) -> Fields:
 
 
 def _check(name: str, value: str) -> None:
+    if not isinstance(name, str) or not isinstance(value, str):
+        raise TypeError(f"the header {name!r} must be text, name and value; not {value!r}")
     try:
         RequestHead.check_field(name, value)
     except UnicodeEncodeError:  # half of a surrogate pair, which Python's strings may hold

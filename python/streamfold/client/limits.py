@@ -105,7 +105,7 @@ class Retries:
             )
         check_seconds("first", self.first, optional=False)
         check_seconds("longest", self.longest, optional=False)
-        if not 0 <= self.jitter <= 1:
+        if not (_lies_in(self.jitter, 0, 1) or self.jitter == 1):
             raise ValueError(f"jitter must be a number from 0 to 1, not {self.jitter!r}")
 
     def is_last(self, tries: int) -> bool:
@@ -126,9 +126,17 @@ def check_seconds(name: str, value: float | None, *, optional: bool) -> None:
     """Raise ValueError unless ``value`` is a duration in seconds (or None, if that is ``optional``)."""
     if value is None and optional:
         return
-    if value is None or not 0 <= value < math.inf:
+    if not _lies_in(value, 0, math.inf):
         hint = ", or None for no limit" if optional else ""
         raise ValueError(f"{name} must be a number of seconds, 0 or more{hint}; not {value!r}")
+
+
+def _lies_in(value: object, least: float, end: float) -> bool:
+    """Whether a value of any type is a number from ``least`` to below ``end``."""
+    try:
+        return bool(least <= value < end)  # type: ignore[operator]  # any other type is what this finds out
+    except TypeError:
+        return False
 
 
 class Slots:

@@ -6,8 +6,9 @@ import contextlib
 import math
 import operator
 import re
+import reprlib
 from abc import ABC, abstractmethod
-from array import array
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import orjson
 from streamfold.errors import EngineError, quote
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -39,11 +40,9 @@ __all__ = [
     "common_extra",
     "expects_top_p",
     "read_json",
-    "token_array",
     "with_extra",
 ]
 
-_LARGEST_TOKEN = 2**31 - 1
 ALL_TOKENS = 1 << 30  # a top_k that keeps every token
 PROMPT_KEYS: Final = frozenset({"text", "input_ids", "token_ids", "prompt"})  # of a request: they hold its prompt
 _SIDE_DATA: Final = {  # by the names of a generation's fields
@@ -341,6 +340,8 @@ def common_extra(extra: Mapping[str, Any] | None, engine: EngineSpec | None = No
     """
     if extra is None:
         return {}
+    if not isinstance(extra, Mapping):
+        raise TypeError(f'extra must be a mapping, such as {{"priority": 1}}; not {reprlib.repr(extra)}')
     keys = dict(extra)
     if any(not isinstance(key, str) for key in keys):
         raise TypeError(
@@ -389,34 +390,3 @@ def asks_top_p(params: Mapping[str, Any]) -> bool:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
-    """Token ids, int32 ``[n]``, C order, from a list, tuple or integer array.
-
-    Raises:
-        ValueError: not one-dimensional, not integers, or an id outside 0 to 2**31 - 1, or outside the vocabulary.
-    """
-    if len(input_ids) == 0:
-        return np.empty(0, np.int32)
-    largest = _LARGEST_TOKEN if vocab_size is None else min(_LARGEST_TOKEN, vocab_size - 1)
-    if type(input_ids) is list and (quick := _from_list(input_ids, largest)) is not None:
-        return quick
-    ids = np.asarray(input_ids)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions of {ids.dtype}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > largest:
-        raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
-    return np.ascontiguousarray(ids, np.int32)
-
-
-def _from_list(ids: list[int], largest: int) -> Ids | None:
-    """The array of a list of ids, in a third of the time of ``np.asarray``. None if any of them is invalid."""
-    if type(ids[0]) is not int:  # a bool or an array, which could be taken for an integer
-        return None
-    try:
-        unsigned = np.frombuffer(array("I", ids), np.uint32)
-    except (TypeError, OverflowError):
-        return None
-    return unsigned.view(np.int32) if np.maximum.reduce(unsigned) <= largest else None

@@ -393,7 +393,7 @@ class _Reader:
         try:
             import torch  # noqa: PLC0415  # slow, and only needed here
         except ImportError:
-            raise ImportError(f"{self._path} holds torch tensors: install torch to load it") from None
+            raise ImportError(f"{self._path} holds torch tensors: pip install 'streamfold[torch]'") from None
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         tensor.reshape(-1).view(torch.uint8).numpy()[...] = array
         return tensor

@@ -311,6 +311,11 @@ class _Completion:
             return (None, {**keys, "input_ids": sample.tokens}) if self._images else (sample.tokens, keys)
         if sample.response_length:
             raise ValueError("another turn needs the ids of the prompt before those of the response: sample.tokens")
+        if not isinstance(sample.prompt, str):
+            raise ValueError(
+                "sample.prompt is the messages of a chat, which need the model's template: set sample.tokens = "
+                "tokenizer.apply_chat_template(sample.prompt, add_generation_prompt=True)"
+            )
         return None, {**keys, "text": sample.prompt}
 
     def _remaining_params(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streamfold.engines.base import token_array
+from streamfold.engines.token_ids import token_array
 from streamfold.samples.appending import append_of
 from streamfold.samples.atomic import all_or_nothing
 from streamfold.samples.metadata import LastWrite

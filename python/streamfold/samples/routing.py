@@ -24,20 +24,26 @@ def check_routing_header(name: str | None) -> None:
         return
     try:
         with_fields((), {name: ""})
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f'routing_header must be "auto", the name of a header, or None; not {name!r}: {error}'
         ) from None
 
 
 def session_of(sample: SampleLike) -> str | None:
-    """Give the ``session_id`` of a sample, which is made if it is None; None if its samples have none."""
+    """Give the ``session_id`` of a sample, which is made if it is None; None if its samples have none.
+
+    Raises:
+        TypeError: it is no text.
+    """
     own: Any = sample  # an optional attribute
     if not hasattr(own, "session_id"):
         return None
     if own.session_id is None:
         own.session_id = uuid.uuid4().hex
     session: str = own.session_id
+    if not isinstance(session, str):
+        raise TypeError(f"sample.session_id must be text, or None to have one made; not {session!r}")
     return session
 
 

@@ -1,5 +1,5 @@
 use numpy::{IntoPyArray, PyArray1, PyUntypedArrayMethods};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyImportError, PyModuleNotFoundError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
@@ -188,9 +188,10 @@ impl Generation {
     /// The arrays as torch tensors that share their memory. Imports torch.
     ///
     /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids`` and
-    /// ``top_p_offsets``. Arrays that are None are left out.
+    /// ``top_p_offsets``. Arrays that are None are left out. Raises ImportError if torch is not installed.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let from_numpy = py.import("torch")?.getattr("from_numpy")?;
+        let torch = py.import("torch").map_err(|error| explain_missing_torch(py, error))?;
+        let from_numpy = torch.getattr("from_numpy")?;
         let tensors = PyDict::new(py);
         tensors.set_item("token_ids", from_numpy.call1((&self.token_ids,))?)?;
         if let Some(logprobs) = &self.logprobs {
@@ -414,4 +415,16 @@ fn clipped(value: &Bound<'_, PyAny>) -> PyResult<String> {
         Some((end, _)) => format!("{}…", &repr[..end]),
         None => repr,
     })
+}
+
+/// Name the extra if torch is not installed. If it is, and cannot be imported, that error says why.
+fn explain_missing_torch(py: Python<'_>, error: PyErr) -> PyErr {
+    let is_missing = error.is_instance_of::<PyModuleNotFoundError>(py)
+        && error.value(py).getattr("name").is_ok_and(|name| name.eq("torch").unwrap_or(false));
+    if !is_missing {
+        return error;
+    }
+    let explained = PyImportError::new_err("Generation.torch() needs torch: pip install 'streamfold[torch]'");
+    explained.set_cause(py, Some(error));
+    explained
 }

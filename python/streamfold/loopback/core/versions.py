@@ -12,9 +12,9 @@ NEWEST = {"sglang": "0.5.23", "vllm": "0.32.0"}
 _EXAMPLES = {"sglang": "0.5.23 or 0.5.15.post1", "vllm": "0.32.0 or 0.28"}
 # How many numbers of a version matter: patch releases of vLLM do not change what it writes.
 _NUMBERS = {"sglang": 3, "vllm": 2}
-_OLDEST_VLLM = (0, 20)
-# Earlier incremental streams of SGLang lost ids, or repeated all logprobs in each event.
-_OLDEST_SGLANG = {"cumulative": (0, 5, 10), "incremental": (0, 5, 11)}
+# By engine and stream mode. Earlier incremental streams of SGLang lost ids, or repeated all logprobs in each event.
+_OLDEST = {("vllm", ""): (0, 20), ("sglang", "cumulative"): (0, 5, 10), ("sglang", "incremental"): (0, 5, 11)}
+_LATEST = {"sglang": (0, 5, 23), "vllm": (0, 33)}
 
 
 def parse_version(engine: str, version: str) -> Release:
@@ -39,16 +39,16 @@ def check_version(engine: str, version: str, *, incremental: bool = False) -> No
     """Check that an engine version can be emulated. ``incremental`` is SGLang's stream mode.
 
     Raises:
-        ValueError: the version is too old, or cannot be parsed.
+        ValueError: the version is older or newer than those known here, or cannot be parsed. The message names them.
     """
     release = parse_version(engine, version)
-    if engine == "vllm":
-        if release < _OLDEST_VLLM:
-            msg = f"vLLM streams tokens from 0.20 on, got version {version!r}"
-            raise ValueError(msg)
-        return
-    mode = "incremental" if incremental else "cumulative"
-    oldest = _OLDEST_SGLANG[mode]
-    if release < oldest:
-        msg = f"SGLang's {mode} stream is emulated as from {'.'.join(map(str, oldest))}, got version {version!r}"
+    mode = "" if engine == "vllm" else "incremental" if incremental else "cumulative"
+    oldest, latest = _OLDEST[engine, mode], _LATEST[engine]
+    if not oldest <= release <= latest:
+        streams = f"SGLang's {mode} stream is emulated from" if mode else "vLLM streams tokens from"
+        msg = f"{streams} {_dotted(oldest)} on, and is known up to {_dotted(latest)}; got version {version!r}"
         raise ValueError(msg)
+
+
+def _dotted(release: Release) -> str:
+    return ".".join(map(str, release))

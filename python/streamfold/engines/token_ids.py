@@ -1,0 +1,87 @@
+"""``token_array``: the token ids of a prompt as an array; what is no token ids is refused, with what to give instead."""
+
+from __future__ import annotations
+
+import reprlib
+from array import array
+from collections.abc import Mapping, Sized
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from streamfold.engines.base import Ids, TokenIds
+
+__all__ = ["token_array"]
+
+_LARGEST_TOKEN: Final = 2**31 - 1
+_WANTED: Final = "input_ids must be token ids, a list or array of integers"
+
+
+def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
+    """Token ids, int32 ``[n]``, C order, from a list, tuple or integer array.
+
+    Raises:
+        TypeError: a text, or anything else that is no sequence.
+        ValueError: not one-dimensional, not integers (the messages of a chat), or an id outside 0 to 2**31 - 1, or
+            outside the vocabulary.
+    """
+    if not isinstance(input_ids, Sized) or isinstance(input_ids, (str, bytes, Mapping)):
+        raise TypeError(_explain(input_ids))
+    if getattr(input_ids, "ndim", 1) == 0:  # an array of one number, which has no length
+        raise TypeError(_explain(input_ids))
+    if len(input_ids) == 0:
+        return np.empty(0, np.int32)
+    largest = _LARGEST_TOKEN if vocab_size is None else min(_LARGEST_TOKEN, vocab_size - 1)
+    if type(input_ids) is list and (quick := _from_list(input_ids, largest)) is not None:
+        return quick
+    ids = _as_row(input_ids)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > largest:
+        raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _from_list(ids: list[int], largest: int) -> Ids | None:
+    """The array of a list of ids, in a third of the time of ``np.asarray``. None if any of them is invalid."""
+    if type(ids[0]) is not int:  # a bool or an array, which could be taken for an integer
+        return None
+    try:
+        unsigned = np.frombuffer(array("I", ids), np.uint32)
+    except (TypeError, OverflowError):
+        return None
+    return unsigned.view(np.int32) if np.maximum.reduce(unsigned) <= largest else None
+
+
+def _as_row(input_ids: TokenIds) -> npt.NDArray[np.integer[Any]]:
+    """The array of a row of integers; ValueError for anything else."""
+    try:
+        ids = np.asarray(input_ids)
+    except ValueError:  # rows of different lengths
+        raise ValueError("input_ids must be one row of integers, not several: start one call per prompt") from None
+    if ids.dtype.kind in "OUS":
+        raise ValueError(_explain(input_ids))
+    if ids.ndim > 1:
+        raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions: start one call per prompt")
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"input_ids must be one row of integers, not of {ids.dtype}: {reprlib.repr(input_ids)}")
+    return ids
+
+
+def _explain(value: object) -> str:
+    """The message for a prompt that is not of token ids."""
+    if isinstance(value, str):
+        return f'{_WANTED}, not the text {reprlib.repr(value)}: encode it, or pass None and extra={{"text": ...}}'
+    if _is_chat(value):
+        return (
+            f"{_WANTED}, not the messages of a chat: make ids of them with "
+            "tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        )
+    return f"{_WANTED}, not {reprlib.repr(value)}"
+
+
+def _is_chat(value: object) -> bool:
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    return isinstance(first, Mapping) and "role" in first
