@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from streamfold import RolloutConfig, Sample
 from streamfold.cli.completing import complete_all
-from streamfold.samples.sample import Sample
+from streamfold.rollout.metrics import RolloutStats
 from support.completing import SOON, answers, sample_of
 from support.replay import DONE, HANG, Request, answer_json, chunk, head, stream, until
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from streamfold.loopback import Loopback
     from support.replay import Step
     from support.speaking import Speech
+
+
+def limits(concurrency: int) -> dict[str, Any]:
+    config = RolloutConfig(groups=1, concurrency=concurrency, partial_rollout=True, sample_retries=0)
+    return {"config": config, "stats": RolloutStats()}
 
 
 @pytest.fixture
@@ -31,22 +37,20 @@ async def test_no_more_samples_than_the_concurrency_are_in_flight(speech: Speech
     async with speech.replay(slow) as engine, speech.client(engine.url) as client:
         ended: list[Sample] = []
         work = [sample_of() for _ in range(20)]
-        await complete_all(client, work, lambda sample, _error: ended.append(sample), concurrency=3)
+        await complete_all(client, work, lambda sample, _error: ended.append(sample), **limits(3))
         assert engine.most_open == 3
         assert len(ended) == sum(sample.response_length for sample in ended) == 20
-        with pytest.raises(ValueError, match="concurrency"):
-            await complete_all(client, work, print, concurrency=0)
 
 
 async def test_a_cancelled_run_reports_its_partial_samples_and_leaves_nothing(speech: Speech, engine: Loopback) -> None:
-    ended: dict[int, tuple[Sample, Exception | None]] = {}
+    ended: dict[int, tuple[Sample, BaseException | None]] = {}
     work = [sample_of(max_new_tokens=500, sampling_seed=seed, ignore_eos=True) for seed in range(40)]
     for index, sample in enumerate(work):
         sample.index = index
     async with speech.client(engine.url) as client:
         task = asyncio.ensure_future(
             complete_all(
-                client, work, lambda sample, error: ended.update({sample.index or 0: (sample, error)}), concurrency=16
+                client, work, lambda sample, error: ended.update({sample.index or 0: (sample, error)}), **limits(16)
             )
         )
         await until(lambda: sum(call.token_count for call in client.running) > 400)
@@ -79,19 +83,19 @@ async def test_failures_are_reported_with_their_samples_and_do_not_end_the_other
             client,
             work,
             lambda sample, error: reported.append((sample.tokens[0], type(error).__name__ if error else None)),
-            concurrency=2,
+            **limits(2),
         )
     assert sorted(reported, key=str) == [(0, None), (0, None), (1, "EngineError"), (1, "EngineError")]
 
 
 async def test_an_error_of_the_callback_ends_the_run_and_what_is_in_flight(speech: Speech) -> None:
-    def full(sample: Sample, _error: Exception | None) -> None:
+    def full(sample: Sample, _error: BaseException | None) -> None:
         raise OSError(28, "no space left")
 
     running: list[Step] = [head(), chunk(speech.part([10])), HANG]
     replies = [stream(speech.part([10], finish="stop"), DONE), *[running] * 3]
     async with speech.replay(answers(*replies)) as engine, speech.client(engine.url, retries=SOON) as client:
         with pytest.raises(OSError, match="no space left"):
-            await complete_all(client, [sample_of() for _ in range(9)], full, concurrency=4)
+            await complete_all(client, [sample_of() for _ in range(9)], full, **limits(4))
         assert client.running == []
         assert len(engine.generates) <= 4

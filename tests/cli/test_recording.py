@@ -12,8 +12,9 @@ import pytest
 from streamfold import Experts
 from streamfold.cli.recording import Recording, record
 from streamfold.errors import DecodeError
-from streamfold.loopback import Loopback
+from streamfold.loopback import Faults, Loopback
 from support.loopback_http import PROMPT
+from support.replay import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,3 +146,48 @@ def test_a_request_of_any_shape_makes_a_parser(engine: str) -> None:
         generation, error = recording.replay(recording.parser())
         assert len(generation.token_ids) == 0
         assert type(error).__name__ == "StreamTruncated"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("ids", [True, False], ids=["own id", "no id"])
+async def test_a_recording_that_is_cancelled_aborts_its_request_and_keeps_the_end_that_follows(
+    engine: str, ids: bool
+) -> None:
+    asked, keys = request(engine), {"sglang": "rid"}
+    key = keys.get(engine, "request_id")
+    most = asked["sampling_params"] if engine == "sglang" else asked.get("sampling_params", asked)
+    most["max_new_tokens" if engine == "sglang" else "max_tokens"] = 2000
+    if ids:
+        asked[key] = "the-id-of-mine"
+    with serving(engine, token_rate=100, leave_delay=None) as server:
+        recording = Recording(b"", request=asked, engine=engine)
+        came = asyncio.Event()
+        task = asyncio.ensure_future(record(server.url, recording, on_read=lambda _size: came.set()))
+        await came.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stats = server.stats()
+        assert (stats.running, stats.waiting) == (0, 0), "nothing but the abort ends it"
+        assert [rid for rid in stats.aborts if recording.request[key] in rid]
+    assert recording.request[key] == "the-id-of-mine" if ids else len(recording.request[key]) == 32
+    assert recording.end == "an interrupt"
+    generation, error = recording.replay(recording.parser())
+    assert error is None
+    assert generation.finish_reason == "abort"
+    assert 0 < len(generation.token_ids) < 2000
+
+
+async def test_a_second_cancel_of_a_recording_does_not_wait_for_the_end() -> None:
+    faults = Faults([{"kind": "silence", "after_events": 3}])
+    with Loopback(token_rate=100, faults=faults) as server:
+        recording = Recording(b"", request=request("sglang"))
+        task = asyncio.ensure_future(record(server.url, recording, drain=3600))
+        await until(lambda: len(recording.reads) >= 3)
+        task.cancel()
+        await until(lambda: server.stats().aborts)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert recording.end == "an interrupt"
+    assert sum(size for _, size in recording.reads) == len(recording.body) > 0

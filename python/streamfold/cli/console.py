@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -12,15 +13,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Mapping
     from pathlib import Path
     from types import ModuleType
 
-__all__ = ["cancel_on_signals", "check_out", "console", "errors", "fail", "import_loopback", "progress_bar"]
+__all__ = [
+    "cancel_on_signals",
+    "check_out",
+    "console",
+    "errors",
+    "fail",
+    "import_loopback",
+    "print_json",
+    "progress_bar",
+]
 
-# Prompts, responses and paths are printed as they are, whatever brackets and colons they have.
-console: Console = Console(highlight=False, markup=False, emoji=False)
-errors: Console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+# Prompts, responses and paths are printed as they are, whatever brackets and colons they have, and in one line: a
+# terminal wraps it, and behind a pipe it can be searched. Only tables are fitted to the width.
+console: Console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+errors: Console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def progress_bar(text: str, *, target: Console = console) -> Progress:
@@ -62,6 +73,12 @@ def import_loopback() -> ModuleType:
     except ImportError as error:
         fail(str(error))
     return loopback
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object in one line of ASCII; arrays of numpy become lists."""
+    sys.stdout.write(f"{json.dumps(value, default=lambda array: array.tolist())}\n")
+    sys.stdout.flush()
 
 
 def fail(message: str) -> NoReturn:

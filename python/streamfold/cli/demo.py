@@ -77,19 +77,15 @@ def command(
     except (OSError, ValueError) as error:
         fail(str(error))
     import_loopback()
-    report = run(texts, engine=engine, incremental=incremental, seed=seed, on_step=_print_line)
+    report = run(texts, engine=engine, incremental=incremental, seed=seed, on_step=console.print)
     try:
         write(report.outcomes, out)
     except OSError as error:
         fail(f"{out} cannot be written: {save_error(error, out)}")
     _print_report(report)
-    _print_line(f"The finished samples are in {out}")
+    console.print(f"The finished samples are in {out}")
     if report.problems:
         raise typer.Exit(1)
-
-
-def _print_line(line: str) -> None:
-    console.print(line, soft_wrap=True)
 
 
 def _print_report(report: Report) -> None:
@@ -100,7 +96,7 @@ def _print_report(report: Report) -> None:
         table.add_column(f"rollout {number}", justify="right", min_width=10)
     for label, metric, digits in _ROWS:
         table.add_row(label, *(f"{metrics[metric]:,.{digits}f}" for metrics in report.rollouts))
-    console.print("", table, "", _sample_table(_examples(report)), "", sep="\n")
+    console.print("", table, "", _sample_table(_examples(report)), "", sep="\n", soft_wrap=False)
     equal = sum(outcome.equal for outcome in report.finished)
     console.print(
         f"{equal} of {len(report.finished)} finished samples equal the undisturbed generation, "
@@ -113,7 +109,7 @@ def _print_report(report: Report) -> None:
     for problem in report.problems:
         console.print(f"FAILED: {problem}", style="bold red")
     if not report.problems:
-        console.print(_WHY.replace("\n", " "))
+        console.print(_WHY.replace("\n", " "), soft_wrap=False)
 
 
 def _examples(report: Report) -> list[Outcome]:

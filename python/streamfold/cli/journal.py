@@ -6,9 +6,11 @@ reads them again when the command is rerun.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fcntl
 import os
+import sys
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Journal", "Plan", "read_samples"]
 
 _LINE_START: Final = b'{"group_index":'
+_LINE_OPTIONS: Final = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _ARRAYS: Final = {
     "tokens": np.int32,
     "loss_mask": np.int8,
@@ -52,7 +55,7 @@ class Plan:
     all other keys its metadata. Equal lines are separate prompts.
 
     Args:
-        path: the file; lines end at LF, blank lines are ignored.
+        path: the file; lines end at LF, blank lines are ignored. ``-``: standard input.
         sampling_params: of every sample; saved in its ``metadata["sampling_params"]``.
         n: samples per prompt.
         seed: sample ``index`` gets ``sampling_seed = seed + index``.
@@ -76,11 +79,14 @@ class Plan:
             raise ValueError(f"n must be at least 1 (at least one sample per prompt), not {n}")
         self._n = n
         self._seed = seed
-        with path.open("rb") as file:  # not as text: Python would also split lines at U+2028 and others
+        is_stdin = str(path) == "-"
+        name = "standard input" if is_stdin else str(path)
+        # not as text: Python would also split lines at U+2028 and others
+        with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else path.open("rb") as file:
             lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
         if not lines:
-            raise ValueError(f"{path} holds no prompt")
-        self._prompts = [_read_prompt(line, f"{path}, line {number}", encode) for number, line in lines]
+            raise ValueError(f"{name} holds no prompt")
+        self._prompts = [_read_prompt(line, f"{name}, line {number}", encode) for number, line in lines]
         try:
             self._params = orjson.loads(orjson.dumps(sampling_params))  # in the form in which they will be read again
             orjson.dumps([seed, (seed or 0) + len(self)])
@@ -172,22 +178,26 @@ class Journal:
         plan: that the samples must belong to.
         arrays: ``"lists"`` puts per-token data in the line; ``"npz"`` in ``NAME.arrays/INDEX-….npz``, which is complete
             before the line that names it in ``metadata["arrays"]``.
+        needs_reward: whether a sample is not finished before it has a reward.
 
     Attributes:
         finished: indices of the finished samples.
-        partial: partial samples, by index.
+        partial: the other samples of the file, by index: partial ones, and those that lack a reward.
 
     Raises:
         ValueError: a line is damaged, or belongs to another plan.
         OSError: the file cannot be written, or another process is writing it.
     """
 
-    def __init__(self, path: Path, plan: Plan, arrays: Literal["lists", "npz"] = "lists") -> None:
+    def __init__(
+        self, path: Path, plan: Plan, arrays: Literal["lists", "npz"] = "lists", *, needs_reward: bool = False
+    ) -> None:
         self.finished: set[int] = set()
         self.partial: dict[int, Sample] = {}
         self._path = path
         self._folder = path.with_name(f"{path.name}.arrays")
         self._npz = arrays == "npz"
+        self._needs_reward = needs_reward
         self._lines: dict[int, tuple[int, int]] = {}  # offset and length of each sample's latest line
         self._arrays: dict[int, str] = {}  # the .npz file that this line names
         self._size = 0  # of all lines, including replaced ones
@@ -219,7 +229,7 @@ class Journal:
             raise ValueError("the sample has no index: only samples of the plan can be written")
         try:
             fields, old = self._encode(sample, index), self._arrays.get(index)
-            line = orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+            line = orjson.dumps(fields, _plain, _LINE_OPTIONS)
             _append(self._file, line)
         except OSError as error:
             self._file.truncate(self._size)
@@ -255,7 +265,7 @@ class Journal:
         if "arrays" in fields["metadata"]:
             self._arrays[index] = fields["metadata"]["arrays"]
         self.partial.pop(index, None)
-        if _is_finished(fields):
+        if self._is_finished(fields):
             self.finished.add(index)
         elif sample is not None:
             self.partial[index] = sample
@@ -293,7 +303,7 @@ class Journal:
         if fields["metadata"]["sampling_params"] != planned.metadata["sampling_params"]:
             differing.append("sampling_params")
         sample = None
-        if not _is_finished(fields) or not planned.prompt:
+        if not self._is_finished(fields) or not planned.prompt:
             sample = _decode(fields, self._path.parent)
             sample.metadata = rename_old_keys(sample.metadata, others=planned.metadata)
             prompt_ids = sample.tokens[: len(sample.tokens) - sample.response_length]
@@ -303,6 +313,10 @@ class Journal:
         if differing:
             raise ValueError(f"it is of another run: {', '.join(differing)} differ")
         return sample
+
+    def _is_finished(self, fields: Mapping[str, Any]) -> bool:
+        has_reward = not self._needs_reward or fields.get("reward") is not None
+        return has_reward and is_final(Sample.Status(fields["status"]).name)
 
     def _tidy(self) -> None:
         """Remove replaced lines, and .npz files that no line names; synchronize the file to the disk."""
@@ -356,8 +370,9 @@ def read_samples(path: Path) -> Iterator[Sample]:
             yield _decode(orjson.loads(file.readline()), path.parent)
 
 
-def _is_finished(fields: Mapping[str, Any]) -> bool:
-    return is_final(Sample.Status(fields["status"]).name)
+def _plain(value: object) -> object:
+    """A value that a reward function has set, as JSON can hold it: a number of numpy or torch, or its text."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else str(value)
 
 
 def _decode(fields: dict[str, Any], folder: Path) -> Sample:

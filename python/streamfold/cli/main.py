@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from streamfold._core import __version__
 from streamfold.cli import demo, record, replay, rollout, serve
@@ -14,10 +15,25 @@ __all__ = ["app"]
 
 app: typer.Typer = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode=None,  # plain help and errors: rich cuts the names of options at 80 columns, and wraps errors
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose help lists its options in sections, named by their ``rich_help_panel``."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401  # typer has moved these two types
+        """Write the sections, in the order of their first options."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                name = getattr(param, "rich_help_panel", None) or f"{param.param_type_name}s".capitalize()
+                sections.setdefault(name, []).append(record)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it with one positional argument
@@ -34,25 +50,19 @@ def main(
 ) -> None:
     """Turn streamed LLM generations into training samples, without losing a token.
 
-    [bold]streamfold demo[/] runs two rollouts on loopback engines, aborts and
-    resumes, and checks every sample. It takes a few seconds and needs no GPU.
+    "streamfold demo" runs two rollouts on loopback engines, aborts and resumes, and
+    checks every sample. It takes a few seconds and needs no GPU.
 
-    [bold]streamfold rollout[/] generates samples for a file of prompts on your
-    engine. Rerun it to resume.
-
-    [bold]streamfold record[/] saves the stream of one request, byte for byte.
-    [bold]streamfold replay[/] parses it and shows where it is damaged, if it is.
-
-    [bold]streamfold serve[/] runs a loopback engine for tests: the HTTP API of
-    SGLang or vLLM with a deterministic mock model, without GPU or weights.
+    "streamfold COMMAND --help" shows the options of a command.
     """
 
 
-for _name, _command in (
-    ("demo", demo.command),
-    ("serve", serve.command),
-    ("rollout", rollout.command),
-    ("record", record.command),
-    ("replay", replay.command),
+for _name, _command, _help in (
+    ("demo", demo.command, "Run two rollouts on loopback engines, and check every sample."),
+    ("rollout", rollout.command, "Generate samples for a file of prompts; rerun it to resume."),
+    ("record", record.command, "Send one request, and save the response byte for byte."),
+    ("replay", replay.command, "Parse a recorded stream, and show where it is damaged."),
+    ("serve", serve.command, "Run a loopback engine, a mock of SGLang or vLLM, for tests."),
 ):
-    app.command(_name)(_command)
+    _epilog = serve.EXAMPLES if _command is serve.command else None
+    app.command(_name, cls=SectionedCommand, short_help=_help, epilog=_epilog)(_command)

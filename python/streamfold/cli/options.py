@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn, cast
+
+import typer
 
 from streamfold._core import Experts
 from streamfold.client.fields import with_fields
+from streamfold.client.limits import Timeouts
 from streamfold.engines.base import common_extra
 from streamfold.engines.detect import ENGINES
 
@@ -16,15 +21,15 @@ if TYPE_CHECKING:
 
     from streamfold._types import Tokenizer
     from streamfold.cli.journal import Encode
+    from streamfold.rollout.callbacks import RewardFunction
 
 __all__ = [
-    "EXPERTS_HELP",
-    "TokenizerOption",
-    "experts_option",
-    "extra_option",
-    "headers_option",
-    "params_option",
-    "tokenizer_option",
+    "EXPERTS_HELP", "AsJson", "TokenizerOption", "experts_option", "extra_option", "headers_option", "params_option",
+    "reward_option", "timeouts_option", "tokenizer_option",
+]  # fmt: skip
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of text, on standard output. Errors stay text.")
 ]
 
 EXPERTS_HELP: Final = "Format: LAYERS,TOP_K[,EXPERTS[,DTYPE]], such as 48,8,128,uint8."
@@ -58,6 +63,56 @@ def experts_option(text: str | None) -> Experts | None:
         return Experts(*numbers, *parts[3:])  # type: ignore[arg-type]  # it checks the dtype itself
     except (TypeError, ValueError) as error:
         raise ValueError(f"--experts {text} is not LAYERS,TOP_K[,EXPERTS[,DTYPE]] ({error})") from None
+
+
+def timeouts_option(**texts: str | None) -> Timeouts:
+    """Read a number of seconds, or ``none``, of each option; None: the default.
+
+    Args:
+        **texts: by the names of the fields of :class:`~streamfold.Timeouts`.
+
+    Raises:
+        ValueError: a text is anything else; the message names the option.
+    """
+    given: dict[str, float | None] = {}
+    for name, text in texts.items():
+        if text is None:
+            continue
+        option = f"--timeout-{name.replace('_', '-')}"
+        try:
+            given[name] = None if text == "none" else float(text)
+            Timeouts(**{name: given[name]})  # type: ignore[arg-type]  # None for drain is refused there
+        except ValueError:
+            wanted = "a number of seconds, 0 or more" + ("" if name == "drain" else ", or none for no limit")
+            raise ValueError(f"{option} must be {wanted}; not {text}") from None
+    return Timeouts(**given)  # type: ignore[arg-type]
+
+
+def reward_option(text: str | None) -> RewardFunction | None:
+    """Import MODULE:FUNCTION, from the current folder too.
+
+    Raises:
+        ValueError: there is no such function; the message says what is missing.
+    """
+    if text is None:
+        return None
+    module_name, sign, name = text.partition(":")
+    if not (sign and module_name and name):
+        raise ValueError(f"--reward {text} is not MODULE:FUNCTION, such as rewards:exact_match")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"--reward {text}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        what = "has no" if function is None else "cannot be called:"
+        raise ValueError(f"--reward {text}: {module_name} {what} {name}")
+    return cast("RewardFunction", function)
 
 
 def params_option(text: str | None) -> dict[str, Any]:

@@ -6,18 +6,14 @@ import asyncio
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from streamfold.cli.console import cancel_on_signals, check_out, console, errors, fail, progress_bar
 from streamfold.cli.recording import Recording, record
-from streamfold.client.urls import bearer
 from streamfold.engines.detect import ENGINES
 from streamfold.rollout.atomic_file import save_error
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["command"]
 
@@ -52,12 +48,13 @@ def command(
 ) -> None:
     """Send one request and save the response byte for byte, with the time of each read.
 
-    The payload is sent unchanged, except that "stream" is set to true. With
-    vllm-completions put "return_token_ids": true into it, as replay needs the token
-    ids.
+    The payload is sent unchanged, except that "stream" is set to true, and that a
+    request id is added if it has none. With vllm-completions put
+    "return_token_ids": true into it, as replay needs the token ids.
 
-    Ctrl-C, SIGTERM and SIGHUP end the recording and keep what was received. Read it
-    with [bold]streamfold replay[/].
+    Ctrl-C, SIGTERM and SIGHUP abort the request at the engine, as the client aborts
+    a call, and keep what was received; a second signal does not wait for the end of
+    the stream. Read the recording with "streamfold replay".
 
     Exits with 0 if the status of the response is below 400, otherwise with 1.
     """
@@ -67,8 +64,7 @@ def command(
         fail(f"--out {out}: the payload, the stream and {details} with its details must be three different files")
     try:
         check_out(out)
-        headers = {} if api_key is None else {"Authorization": bearer(api_key)}
-        asyncio.run(_record(url, recording, headers))
+        asyncio.run(_record(url, recording, api_key))
     except ValueError as error:
         fail(str(error))
     if recording.status is None:
@@ -81,10 +77,10 @@ def command(
     size, reads = len(recording.body), len(recording.reads)
     console.print(f"HTTP {recording.status}, {size} bytes in {reads} reads, ended by {recording.end}")
     hint = f"Saved to {out} and {details}. To parse it: streamfold replay {shlex.quote(str(out))}"
-    console.print(hint, soft_wrap=True)
+    console.print(hint)
     if recording.status >= 400:
         errors.print(f"streamfold: the engine refused the request with HTTP {recording.status}", style="red")
-        errors.print(recording.body[:_SHOWN_BYTES].decode(errors="replace"), soft_wrap=True)
+        errors.print(recording.body[:_SHOWN_BYTES].decode(errors="replace"))
         raise typer.Exit(1)
 
 
@@ -98,7 +94,7 @@ def _read_payload(path: Path, engine: str) -> dict[str, Any]:
     return request
 
 
-async def _record(url: str, recording: Recording, headers: Mapping[str, str]) -> None:
+async def _record(url: str, recording: Recording, api_key: str | None) -> None:
     with progress_bar("{task.fields[size]} bytes in {task.fields[reads]} reads", target=errors) as progress:
         bar = progress.add_task("recording", total=None, size=0, reads=0)
 
@@ -106,7 +102,7 @@ async def _record(url: str, recording: Recording, headers: Mapping[str, str]) ->
             fields = progress.tasks[bar].fields
             progress.update(bar, size=fields["size"] + size, reads=fields["reads"] + 1)
 
-        task = cancel_on_signals(record(url, recording, headers=headers, on_read=count))
+        task = cancel_on_signals(record(url, recording, api_key=api_key, on_read=count))
         await asyncio.wait({task})
         if not task.cancelled():
             task.result()

@@ -15,13 +15,18 @@ import httpx
 import orjson
 
 from streamfold._core import Experts, Generation, Parser
-from streamfold.client.urls import normalize_base_url
+from streamfold.client.drivers.choose import driver_factory
+from streamfold.client.request import new_rid
+from streamfold.client.session import Session
+from streamfold.client.urls import BaseUrl, bearer
 from streamfold.engines.detect import ENGINES
 from streamfold.errors import DecodeError, StreamfoldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from streamfold.client.drivers.base import Fields
 
 __all__ = ["Recording", "record", "surroundings"]
 
@@ -155,23 +160,60 @@ async def record(
     url: str,
     recording: Recording,
     *,
-    headers: Mapping[str, str] | None = None,
+    api_key: str | None = None,
+    drain: float = 2.0,
     on_read: Callable[[int], object] = lambda _size: None,
 ) -> None:
     """POST the request of ``recording`` to its engine at ``url``, streamed, and add the response to the recording.
 
-    Nothing is parsed, and only connecting has a timeout. If this is cancelled, the recording holds what was received.
+    Nothing is parsed, and only connecting has a timeout. A request without an id gets one. If this is cancelled, the
+    request is aborted at the engine, and ``drain`` seconds are read on for the end of the stream; another cancel does
+    not wait for it. The recording then holds what was received.
     """
-    recording.request = {**recording.request, "stream": True}
+    engine = ENGINES[recording.engine]()
+    request = {**recording.request, "stream": True}
+    rid = request.setdefault(engine.rid_key, new_rid())
+    recording.request = request
+    base_url = BaseUrl.parse(url)
+    fields: Fields = () if api_key is None else (("Authorization", bearer(api_key)),)
+    sent = {"Accept-Encoding": "identity", **dict(fields)}
+    if isinstance(rid, str):
+        sent |= engine.headers(rid)
+    reading = asyncio.ensure_future(_read(f"{base_url}{engine.path}", recording, sent, on_read))
+    try:
+        await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        try:
+            if isinstance(rid, str) and not reading.done():
+                session = Session(str(base_url), engine, driver_factory("direct", None, 1)(), fields, calls=1)
+                await _abort(session, rid, reading, drain, has_tokens=bool(recording.reads))
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
+            recording.end = "an interrupt"
+        raise
+
+
+async def _abort(session: Session, rid: str, reading: asyncio.Future[None], drain: float, *, has_tokens: bool) -> None:
+    """Abort a request at each engine, and wait for the end of its stream."""
+    answered = asyncio.Event()
+    try:
+        session.control.send_abort(rid, has_tokens=has_tokens, answered=answered.set)
+        await answered.wait()  # the engines, or one of them is silent for a second
+        await asyncio.wait({reading}, timeout=drain)
+    finally:
+        await session.aclose()
+
+
+async def _read(url: str, recording: Recording, headers: Mapping[str, str], on_read: Callable[[int], object]) -> None:
+    """Send the request, and read the response to its end."""
     body = bytearray(recording.body)
     started = time.monotonic()
-    path = ENGINES[recording.engine].path
     timeout = httpx.Timeout(None, connect=10.0)
-    sent = {"Accept-Encoding": "identity", **(headers or {})}
     try:
         async with (
             httpx.AsyncClient(trust_env=False, timeout=timeout) as client,
-            client.stream("POST", normalize_base_url(url) + path, json=recording.request, headers=sent) as response,
+            client.stream("POST", url, json=recording.request, headers=headers) as response,
         ):
             recording.status = response.status_code
             recording.headers = dict(response.headers)
@@ -181,9 +223,6 @@ async def record(
                 on_read(len(part))
     except httpx.TransportError as error:
         recording.end = str(error) or type(error).__name__
-    except asyncio.CancelledError:
-        recording.end = "an interrupt"
-        raise
     finally:
         recording.body = bytes(body)
 

@@ -7,16 +7,17 @@ from pathlib import Path  # noqa: TC003  # typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from streamfold._core import DIALECTS
-from streamfold.cli.console import console, errors, fail
-from streamfold.cli.options import EXPERTS_HELP, experts_option
+from streamfold.cli.console import console, errors, fail, print_json
+from streamfold.cli.options import EXPERTS_HELP, AsJson, experts_option
 from streamfold.cli.recording import Recording, surroundings
 from streamfold.errors import DecodeError
 
 if TYPE_CHECKING:
     from streamfold._core import Generation
+    from streamfold.errors import StreamfoldError
 
 __all__ = ["command"]
 
@@ -43,11 +44,13 @@ def command(
     experts: Annotated[
         str | None, typer.Option(help=f"Check the shape of the routed experts. {EXPERTS_HELP} Default: not checked.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Parse a recorded stream, in the same pieces in which it was received, and print its content.
 
     If the stream is damaged or truncated, print the error, and for a parse error
-    the bytes around it; then exit with 1.
+    the bytes around it; then exit with 1. With --json all arrays are printed whole,
+    and the error is in the object too.
     """
     try:
         recording = Recording.load(file)
@@ -56,30 +59,60 @@ def command(
         fail(str(failure))
     if recording.status not in (None, 200):
         errors.print(f"HTTP {recording.status}: the response is an error, not a stream", style="red")
-    if not recording.request and logprobs is None:
+    if not recording.request and logprobs is None and not as_json:
         dialect_hint = "" if dialect else ", and --dialect if it is not a stream of SGLang"
         console.print(
             f"The request is unknown (there is no .json file): use --logprobs if it asked for them{dialect_hint}",
-            soft_wrap=True,
         )
     generation, error = recording.replay(parser)
-    _print_generation(generation, len(recording.body))
+    if as_json:
+        print_json(_as_json(recording, generation, error))
+    else:
+        _print_generation(generation, len(recording.body))
     if error is not None:
         errors.print(f"\n{type(error).__name__}: {error}", style="red")
         if isinstance(error, DecodeError):
-            errors.print(surroundings(recording.body, error), soft_wrap=True)
+            errors.print(surroundings(recording.body, error))
         raise typer.Exit(1)
 
 
 def _print_generation(generation: Generation, size: int) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    meta = ((f"meta.{key}", value) for key, value in generation.meta.items())
-    for name, value in [*_facts(generation, size).items(), *meta]:
-        if value is not None:
-            table.add_row(name, str(value))
-    console.print(table)
+    facts = _facts(generation, size) | {f"meta.{key}": value for key, value in generation.meta.items()}
+    told = {name: str(value) for name, value in facts.items() if value is not None}
+    width = max(map(len, told))
+    for name, value in told.items():
+        console.print(Text.assemble((f"{name:<{width}}  ", "bold"), value))
+
+
+def _as_json(recording: Recording, generation: Generation, error: StreamfoldError | None) -> dict[str, Any]:
+    """All of a replay. Arrays are lists, except routed experts, of which dtype and shape are told."""
+    experts, top_p = generation.routed_experts, generation.top_p
+    return {
+        "status": recording.status,
+        "bytes": len(recording.body),
+        "tokens": len(generation.token_ids),
+        "finish_reason": generation.finish_reason,
+        "matched": generation.matched,
+        "prompt_tokens": generation.prompt_tokens,
+        "cached_tokens": generation.cached_tokens,
+        "token_ids": generation.token_ids,
+        "logprobs": generation.logprobs,
+        "text": generation.text,
+        "version_spans": generation.version_spans,
+        "prompt_token_ids": generation.prompt_token_ids,
+        "top_p": None if top_p is None else {"token_ids": top_p[0], "offsets": top_p[1]},
+        "routed_experts": None if experts is None else {"dtype": str(experts.dtype), "shape": list(experts.shape)},
+        "padded_rows": generation.padded_rows,
+        "missing": generation.missing,
+        "meta": generation.meta,
+        "error": None if error is None else _error_fields(error),
+    }
+
+
+def _error_fields(error: StreamfoldError) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    names = ("kind", "offset", "path", "status", "code", "retryable")
+    return fields | {name: getattr(error, name) for name in names if hasattr(error, name)}
 
 
 def _facts(generation: Generation, size: int) -> dict[str, Any]:

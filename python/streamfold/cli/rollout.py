@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from streamfold.cli.completing import complete_all
-from streamfold.cli.console import cancel_on_signals, console, errors, fail, progress_bar
+from streamfold.cli.console import fail
 from streamfold.cli.journal import Journal, Plan
 from streamfold.cli.options import (
     EXPERTS_HELP,
@@ -18,28 +16,28 @@ from streamfold.cli.options import (
     extra_option,
     headers_option,
     params_option,
+    reward_option,
+    timeouts_option,
     tokenizer_option,
 )
+from streamfold.cli.rollout_job import RolloutJob, report, show
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
 from streamfold.engines.detect import ENGINES
 from streamfold.errors import EngineError
-from streamfold.samples.metadata import count_of
-from streamfold.samples.status import is_finished
+from streamfold.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
-
-    from rich.progress import Progress, TaskID
+    from collections.abc import Coroutine
 
     from streamfold._core import Experts
-    from streamfold.samples.sample import Sample
 
 __all__ = ["command"]
 
-_DEFAULT_MAX_NEW_TOKENS = 1024
-_REDRAW_SECONDS = 0.2
-_SHOWN_FAILURES = 10
+_SAMPLING: Final = "Sampling"
+_REQUESTS: Final = "Requests"
+_SECONDS: Final = "SECONDS|none"
+_DEFAULT_MAX_NEW_TOKENS: Final = 1024
 
 
 def command(
@@ -47,10 +45,9 @@ def command(
     prompts: Annotated[
         Path,
         typer.Option(
-            exists=True,
-            dir_okay=False,
+            metavar="FILE",
             help='File of prompts, one JSON object per line, with "prompt" (text, or a list of chat messages), '
-            '"input_ids", or both: then the ids are sent. "image_data": images, for SGLang.',
+            '"input_ids", or both: then the ids are sent. "image_data": images, for SGLang. -: standard input.',
         ),
     ],
     out: Annotated[
@@ -75,48 +72,69 @@ def command(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=0, help=f"Tokens per response at most. Default: as in --sampling-params, or {_DEFAULT_MAX_NEW_TOKENS}."
+            min=0,
+            help=f"Tokens per response at most. Default: as in --sampling-params, or {_DEFAULT_MAX_NEW_TOKENS}.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy. Default: the engine's.")
+        float | None,
+        typer.Option(min=0, help="Sampling temperature; 0: greedy. Default: the engine's.", rich_help_panel=_SAMPLING),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Probability mass to sample from. Default: the engine's.")
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Probability mass to sample from. Default: the engine's.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample only from the K most likely tokens; -1: from all. Default: the engine's.")
+        int | None,
+        typer.Option(
+            help="Sample only from the K most likely tokens; -1: from all. Default: the engine's.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="String that ends a response. May be repeated. Default: none.")
+        list[str] | None,
+        typer.Option(help="String that ends a response. May be repeated. Default: none.", rich_help_panel=_SAMPLING),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Sample i of the whole run is sampled with seed SEED + i. Default: the engine chooses."),
+        typer.Option(
+            help="Sample i of the whole run is sampled with seed SEED + i. Default: the engine chooses.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None,
     sampling_params: Annotated[
         str | None,
         typer.Option(
-            help="JSON object of sampling parameters under the engine's names. The options above override it."
+            help="JSON object of sampling parameters under the engine's names. The options above override it.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     extra: Annotated[
         str | None,
         typer.Option(
             help="JSON object of further keys of each request: a LoRA adapter (SGLang lora_path, vLLM model), "
-            "priority, cache_salt. Default: none."
+            "priority, cache_salt. Default: none.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = None,
     header: Annotated[
         list[str] | None,
-        typer.Option(help="Header of each request, as NAME=VALUE. May be repeated. Default: none."),
+        typer.Option(
+            help="Header of each request, as NAME=VALUE. May be repeated. Default: none.", rich_help_panel=_REQUESTS
+        ),
     ] = None,
-    logprobs: Annotated[bool, typer.Option("--logprobs/--no-logprobs", help="Request log-probabilities.")] = True,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs/--no-logprobs", help="Request log-probabilities.", rich_help_panel=_REQUESTS)
+    ] = True,
     experts: Annotated[
         str | None,
         typer.Option(
             help=f"Request routed experts. {EXPERTS_HELP} Needs prompt token ids: input_ids or --tokenizer. "
-            "Default: not requested."
+            "Default: not requested.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = None,
     arrays: Annotated[
@@ -142,14 +160,55 @@ def command(
         list[int] | None,
         typer.Option(
             help="EOS token id, in addition to the EOS of --tokenizer. A response that ends with it is "
-            "finished, even if its request was aborted there. May be repeated. Default: none."
+            "finished, even if its request was aborted there. May be repeated. Default: none.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Reward function, async or not: takes a finished sample (prompt, response, label, metadata), and "
+            "returns a number, or a dict with numbers. The module may lie in the current folder. Finished samples of "
+            "OUT that have no reward get one. Default: none.",
         ),
     ] = None,
     tries: Annotated[
-        int, typer.Option(min=1, help="Requests per sample at most: the first one, retries and resumes.")
+        int,
+        typer.Option(
+            min=1, help="Requests per sample at most: the first one, retries and resumes.", rich_help_panel=_REQUESTS
+        ),
     ] = 6,
+    timeout_connect: Annotated[
+        str | None, typer.Option(metavar=_SECONDS, help="To open a connection. Default: 10.", rich_help_panel=_REQUESTS)
+    ] = None,
+    timeout_first_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_SECONDS,
+            help="From a request to its first token: queue and prefill. Default: 600, and once more as long if "
+            "requests wait at the engine.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
+    timeout_next_token: Annotated[
+        str | None,
+        typer.Option(metavar=_SECONDS, help="From one token to the next. Default: 300.", rich_help_panel=_REQUESTS),
+    ] = None,
+    timeout_drain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long an abort reads on for routed experts and top-p ids, which come with the last event. "
+            "Default: 2.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Bearer token to send. Default: none.", envvar="STREAMFOLD_API_KEY")
+        str | None,
+        typer.Option(
+            help="Bearer token to send. Default: none.", envvar="STREAMFOLD_API_KEY", rich_help_panel=_REQUESTS
+        ),
     ] = None,
 ) -> None:
     """Generate n samples for each prompt of a file, and write each one when it is finished, as a line of JSON.
@@ -173,6 +232,7 @@ def command(
         params = _sampling_params(params_option(sampling_params), overrides)
         plan = Plan(prompts, params, n=n_samples_per_prompt, seed=seed, encode=encode)
         shape = experts_option(experts)
+        judge = reward_option(reward)
         _check_prompts(plan, engine, shape)
         client = Client(
             url,
@@ -181,30 +241,36 @@ def command(
             extra=extra_option(extra, engine),
             headers=headers_option(header or ()),
             tokenizer=decoder,
+            timeouts=timeouts_option(
+                connect=timeout_connect,
+                first_token=timeout_first_token,
+                next_token=timeout_next_token,
+                drain=timeout_drain,
+            ),
             limits=Limits(calls=concurrency),
             retries=Retries(tries=tries),
             experts=shape,
         )
-        with Journal(out, plan, arrays) as journal:
-            work = _Work(plan, journal)
+        config = RolloutConfig(
+            groups=1,
+            concurrency=concurrency,
+            partial_rollout=True,
+            sample_retries=0,
+            stop_ids=(*stop_ids, *(eos_token_id or ())),
+            logprobs=logprobs,
+            prompt_token_ids=prompt_token_ids,
+        )
+        with Journal(out, plan, arrays, needs_reward=judge is not None) as journal:
+            job = RolloutJob(client, plan, journal, config, judge)
 
             def start() -> Coroutine[Any, Any, None]:
                 _check_prompts(plan, client.engine, shape)  # which is known now, also with auto
-                ids = [*stop_ids, *(eos_token_id or ())]
-                return complete_all(
-                    client,
-                    work,
-                    work.end,
-                    concurrency=concurrency,
-                    stop_ids=ids,
-                    logprobs=logprobs,
-                    prompt_token_ids=prompt_token_ids,
-                )
+                return job.run()
 
-            interrupted = asyncio.run(_run(client, work, start))
+            interrupted = asyncio.run(show(job, start))
     except (OSError, ValueError, EngineError) as error:  # EngineError: with auto, the engine could not be found out
         fail(str(error))
-    _report(work, out, interrupted=interrupted)
+    report(job, out, interrupted=interrupted)
 
 
 def _sampling_params(params: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -227,72 +293,3 @@ def _check_prompts(plan: Plan, engine: str, experts: Experts | None) -> None:
             f"vLLM's token endpoint only takes ids, but {plan.texts} prompts have none: use --tokenizer, or "
             "--engine vllm-completions"
         )
-
-
-class _Work:
-    """The samples of a plan that are not finished yet, and counts of what became of them."""
-
-    def __init__(self, plan: Plan, journal: Journal) -> None:
-        self.plan = plan
-        self.journal = journal
-        self.failures: Counter[str] = Counter()
-        self.tokens = 0
-        self.restarted_tokens = 0
-        self._before: dict[int | None, tuple[int, int]] = {}  # tokens, and restarted tokens, of a sample at its start
-
-    def __iter__(self) -> Iterator[Sample]:
-        for index in range(len(self.plan)):
-            if index not in self.journal.finished:
-                sample = self.journal.partial.get(index) or self.plan[index]
-                self._before[index] = sample.response_length, count_of(sample, "restarted_tokens")
-                yield sample
-
-    def end(self, sample: Sample, error: Exception | None) -> None:
-        """Count a sample and write it to the journal."""
-        tokens, restarted = self._before.pop(sample.index)
-        self.tokens += max(0, sample.response_length - tokens)
-        self.restarted_tokens += count_of(sample, "restarted_tokens") - restarted
-        if error is not None:
-            self.failures[f"{type(error).__name__}: {error}"] += 1
-        if sample.response_length or is_finished(sample):
-            self.journal.write(sample)
-
-    def draw(self, progress: Progress, bar: TaskID, running_tokens: int) -> None:
-        """Update the progress bar; ``running_tokens`` are those of requests in flight."""
-        rate = (self.tokens + running_tokens) / (progress.tasks[bar].elapsed or 1.0)
-        failed = sum(self.failures.values())
-        progress.update(bar, completed=len(self.journal.finished), total=len(self.plan), failed=failed, rate=rate)
-
-
-async def _run(client: Client, work: _Work, start: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Run ``start()`` under a progress bar; returns whether a signal interrupted it."""
-    text = "{task.completed} of {task.total}, {task.fields[failed]} failed, {task.fields[rate]:.0f} tokens/s"
-    with progress_bar(text, target=errors) as progress:
-        bar = progress.add_task("rollout", failed=0, rate=0.0)
-        async with client:
-            task = cancel_on_signals(start())  # a second signal ends the drains
-            while not task.done():
-                await asyncio.wait({task}, timeout=_REDRAW_SECONDS)
-                work.draw(progress, bar, sum(call.token_count for call in client.running))
-    if not task.cancelled():
-        task.result()
-    return task.cancelled()
-
-
-def _report(work: _Work, out: Path, *, interrupted: bool) -> None:
-    """Print what was done; exits with 130 or 1 if samples are missing."""
-    journal, total = work.journal, len(work.plan)
-    if work.restarted_tokens:
-        errors.print(
-            f"{work.restarted_tokens} tokens were dropped and generated again: their prompts have no ids (use "
-            "--prompt-token-ids or --tokenizer), or they ended in the middle of a stop string",
-            soft_wrap=True,
-        )
-    console.print(f"{len(journal.finished)} of {total} samples are in {out}", soft_wrap=True)
-    for message, count in work.failures.most_common(_SHOWN_FAILURES):
-        errors.print(f"{count} failed: {message}", style="red", soft_wrap=True)
-    if missing := total - len(journal.finished):
-        console.print(
-            f"{missing} are missing, {len(journal.partial)} of them partial: rerun the same command to resume"
-        )
-        raise typer.Exit(130 if interrupted else 1)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
 from streamfold.cli.console import console, fail, import_loopback
 
-__all__ = ["command"]
+__all__ = ["EXAMPLES", "command"]
+
+# Lines behind a backspace are not wrapped.
+EXAMPLES: Final = """\b
+Try it:
+  curl -N --json '{"text": "Hi", "stream": true}' localhost:30000/generate
+
+\b
+With --engine vllm:
+  curl -N --json '{"prompt": "Hi", "stream": true}' \\
+    localhost:30000/v1/completions
+
+\b
+The format of the --faults file:
+  python -m pydoc streamfold.loopback.faults
+"""
 
 
 def command(
@@ -17,8 +32,8 @@ def command(
     wire: Annotated[
         str,
         typer.Option(
-            help='Engine version to emulate, such as 0.5.23 (SGLang) or 0.28 (vLLM); "rust": short for the newest '
-            "version plus --frontend rust. Default: the newest known version."
+            help="Engine version to emulate: SGLang 0.5.10 to 0.5.23 (incremental from 0.5.11), vLLM 0.20 to 0.33; "
+            '"rust": short for the newest version plus --frontend rust. Default: 0.5.23, or 0.32 of vLLM.'
         ),
     ] = "",
     host: Annotated[
@@ -55,18 +70,9 @@ def command(
         typer.Option(exists=True, dir_okay=False, help="JSON file with faults to inject, such as resets and errors."),
     ] = None,
 ) -> None:
-    r"""Run a loopback engine: the HTTP API of SGLang or vLLM with a deterministic mock model, without GPU or weights.
+    """Run a loopback engine: the HTTP API of SGLang or vLLM with a deterministic mock model, without GPU or weights.
 
     Ctrl-C stops it.
-
-    Try it: [bold]curl -N localhost:30000/generate -d '{"text": "Hi", "stream": true}'[/]
-
-    With --engine vllm:
-    [bold]curl -N localhost:30000/v1/completions -H 'Content-Type: application/json' \
-    -d '{"prompt": "Hi", "stream": true}'[/]
-
-    The format of the --faults file:
-    [bold]python -m pydoc streamfold.loopback.faults[/]
     """
     loopback = import_loopback()
     try:

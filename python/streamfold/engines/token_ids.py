@@ -1,4 +1,4 @@
-"""``token_array``: the token ids of a prompt as an array; what is no token ids is refused, with what to give instead."""
+"""``token_array``: the token ids of a prompt as an array. Anything else is refused, with what to give instead."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
         ValueError: not one-dimensional, not integers (the messages of a chat), or an id outside 0 to 2**31 - 1, or
             outside the vocabulary.
     """
-    if not isinstance(input_ids, Sized) or isinstance(input_ids, (str, bytes, Mapping)):
-        raise TypeError(_explain(input_ids))
-    if getattr(input_ids, "ndim", 1) == 0:  # an array of one number, which has no length
+    if not _has_length(input_ids) or isinstance(input_ids, (str, bytes, Mapping)):
         raise TypeError(_explain(input_ids))
     if len(input_ids) == 0:
         return np.empty(0, np.int32)
@@ -42,6 +40,11 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
     if low < 0 or high > largest:
         raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def _has_length(value: object) -> bool:
+    """Whether ``len`` takes it: an array of one number has the method alone."""
+    return isinstance(value, Sized) and getattr(value, "ndim", 1) != 0
 
 
 def _from_list(ids: list[int], largest: int) -> Ids | None:

@@ -63,6 +63,8 @@ class RolloutConfig:
             penalty that the engine counts anew in each call; see ``CompletionOptions``. ``"continue"`` resumes it all
             the same, and the metric ``streamfold/resumed_penalties`` counts that; ``"restart"`` generates it again.
         logprobs: whether the built-in generate function requests log-probabilities.
+        prompt_token_ids: whether it requests the ids of prompts that are text, so that a partial sample is resumed
+            instead of restarted; see ``CompletionOptions``.
         extra: further keys of each request of the built-in generate function: a LoRA adapter (SGLang ``lora_path``,
             vLLM ``model``), ``priority``, ``cache_salt``. They come before those of the client.
         headers: of each request of the built-in generate function; they come before those of the client.
@@ -121,6 +123,7 @@ class RolloutConfig:
     resume: Literal["continue", "restart", "raise"] = "continue"
     resume_penalties: ResumePenalties = "continue"
     logprobs: bool = True
+    prompt_token_ids: bool = False
     extra: Mapping[str, Any] | None = None
     headers: Mapping[str, str] | None = None
     routing_header: str | None = AUTO

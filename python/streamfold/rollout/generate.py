@@ -71,6 +71,7 @@ class CompleteSample:
         headers, extra = internals_of(self._client).engine_spec.to_rank(rank)
         options = CompletionOptions(
             logprobs=config.logprobs,
+            prompt_token_ids=config.prompt_token_ids,
             stop_ids=self._stop_ids,
             headers={**headers, **(config.headers or {})},
             extra=with_extra(extra, config.extra),

@@ -45,7 +45,7 @@ def check_version(engine: str, version: str, *, incremental: bool = False) -> No
     mode = "" if engine == "vllm" else "incremental" if incremental else "cumulative"
     oldest, latest = _OLDEST[engine, mode], _LATEST[engine]
     if not oldest <= release <= latest:
-        streams = f"SGLang's {mode} stream is emulated from" if mode else "vLLM streams tokens from"
+        streams = f"SGLang's {mode} stream is emulated as from" if mode else "vLLM streams tokens from"
         msg = f"{streams} {_dotted(oldest)} on, and is known up to {_dotted(latest)}; got version {version!r}"
         raise ValueError(msg)
 

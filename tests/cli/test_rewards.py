@@ -1,0 +1,120 @@
+"""``streamfold rollout --reward``: each sample is judged once, and whatever a reward function does, the run goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from streamfold.cli.main import app
+from streamfold.loopback import Loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+REWARDS = """
+import asyncio, numpy
+calls = []
+bad = set()
+def length(sample):
+    calls.append(sample.index)
+    if sample.index in bad: raise KeyError(f"no answer for {sample.label}")
+    return numpy.float32(len(sample.response))
+async def later(sample):
+    await asyncio.sleep(0)
+    return {"score": numpy.float64(sample.label), "answer": "x", "seen": {1}}
+def nothing(sample): return None
+def huge(sample): return {"score": 1.0, "n": 2**70}
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of reward functions in the current folder."""
+    (tmp_path / "rewards_of_a_test.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    import rewards_of_a_test  # type: ignore[import-not-found]  # noqa: PLC0415  # written just now
+
+    yield rewards_of_a_test
+    sys.modules.pop("rewards_of_a_test")
+
+
+def rolled(url: str, folder: Path, *options: str) -> tuple[Any, dict[int, dict[str, Any]]]:
+    """Run the command on four prompts; its result, and the lines of its output by index."""
+    prompts, out = folder / "prompts.jsonl", folder / "samples.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "a{label}", "label": {label}}}\n' for label in range(4)))
+    files = ("--url", url, "--prompts", str(prompts), "--out", str(out))
+    done = CliRunner().invoke(app, ["rollout", *files, "--max-new-tokens", "6", *options])
+    lines = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
+    by_index = {line["index"]: line for line in lines}
+    assert len(by_index) == len(lines), "one line a sample"
+    return done, by_index
+
+
+def test_a_reward_is_computed_once_for_each_sample_and_written_with_it(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        for _ in range(2):
+            done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:length")
+            assert done.exit_code == 0, done.output
+            assert all(line["reward"] == len(line["response"]) for line in lines.values())
+        assert sorted(rewards.calls) == [0, 1, 2, 3]
+        assert engine.stats().requests == 4
+
+
+def test_a_reward_may_be_async_and_a_dict_with_notes(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:later")
+    assert done.exit_code == 0, done.output
+    assert {index: line["reward"] for index, line in lines.items()} == {
+        index: {"score": float(index), "answer": "x", "seen": "{1}"} for index in range(4)
+    }
+
+
+def test_finished_samples_of_an_earlier_run_are_judged_without_another_request(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        _, before = rolled(engine.url, tmp_path)
+        done, after = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:length")
+        assert done.exit_code == 0, done.output
+        assert engine.stats().requests == 4
+    assert all(line["reward"] is None for line in before.values())
+    assert {index: {**line, "reward": None} for index, line in after.items()} == before
+    assert all(line["reward"] == len(line["response"]) for line in after.values())
+
+
+def test_a_reward_that_fails_costs_its_sample_alone_which_is_judged_by_the_next_run(
+    rewards: Any, tmp_path: Path
+) -> None:
+    rewards.bad |= {1, 2}
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:length")
+        assert done.exit_code == 1
+        assert "2 of 4 samples are in" in done.stdout
+        assert "2 are missing, 0 of them partial, 2 of them finished without a reward" in done.stdout
+        assert "1 failed: KeyError: 'no answer for 1'" in done.stderr
+        assert [lines[index]["reward"] is None for index in range(4)] == [False, True, True, False]
+        assert {line["status"] for line in lines.values()} <= {"completed", "truncated"}
+        rewards.bad.clear()
+        done, again = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:length")
+        assert done.exit_code == 0, done.output
+        assert engine.stats().requests == 4
+    assert [again[index]["tokens"] for index in range(4)] == [lines[index]["tokens"] for index in range(4)]
+    assert sorted(rewards.calls) == [0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("nothing", "the reward function returned None"), ("huge", "a sample cannot be written as JSON")],
+)
+def test_what_is_no_reward_is_counted_and_ends_no_run(function: str, words: str, rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done, _ = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")
+    assert done.exit_code == 1
+    assert "0 of 4 samples are in" in done.stdout
+    assert words in done.stderr
+    assert "4 failed" in done.stderr
