@@ -60,7 +60,7 @@ async def test_many_streams_at_once_go_through_a_limit_and_none_fails(
         options: dict[str, Any] = {"timeouts": Timeouts(connect=5, first_token=60), "retries": Retries(tries=1)}
         async with Client(site.url, limits=Limits(calls=limit), **options) as client, nothing_is_left(site, client):
             await asyncio.to_thread(post, engine, "pause_generation", {"mode": "retract"})
-            with EventLoopLag(None, lambda: (0, "")) as watch:
+            with EventLoopLag() as watch:
                 calls = [client.start(prompt, PARAMS) for prompt in prompts]
                 await until(lambda: engine.stats().open_connections == limit, 120)
                 await asyncio.sleep(0.05)

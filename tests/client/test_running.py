@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from streamfold import Limits, Running, StreamTruncated
+from streamfold.client._internal import Totals, totals_of
 from streamfold.client.limits import Slots
 from support.calls import has_ended
 from support.replay import (
@@ -141,11 +142,17 @@ async def test_a_snapshot_can_be_taken_at_any_moment_and_sent_elsewhere(speech: 
     ):
         calls = [client.start(PROMPT, ASKED) for _ in range(40)]
         while seen := client.running:
+            totals = totals_of(client)
+            assert (totals.calls, totals.tokens) == (len(seen), sum(running.token_count for running in seen))
+            assert totals.slowest_tokens == seen[0].token_count
+            assert totals.slowest_age is not None
+            assert totals.slowest_age >= seen[0].age
             assert all(type(running) is Running for running in seen)
             assert [running.rid for running in seen] == [call.rid for call in calls if not has_ended(call)]
             assert pickle.loads(pickle.dumps(seen)) == seen
             await asyncio.sleep(0)
         assert all(has_ended(call) for call in calls)
+        assert totals_of(client) == Totals()
 
 
 async def test_a_failed_call_leaves_the_registry_with_its_error(speech: Speech) -> None:

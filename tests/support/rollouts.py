@@ -8,6 +8,7 @@ import copy
 import threading
 from typing import TYPE_CHECKING, Any
 
+from streamfold.client._internal import Totals
 from streamfold.rollout.rollout import Rollout, RolloutConfig
 from streamfold.samples.sample import Sample
 from support.replay import PROMPT
@@ -65,6 +66,9 @@ class NoEngine:
     """A client of one engine that has nothing to do."""
 
     retried = 0
+
+    def __client_totals__(self) -> Totals:
+        return Totals()
 
     async def workers(self) -> list[str]:
         return ["http://127.0.0.1:9"]

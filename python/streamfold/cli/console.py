@@ -34,10 +34,10 @@ console: Console = Console(highlight=False, markup=False, emoji=False, soft_wrap
 errors: Console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def progress_bar(text: str, *, target: Console = console) -> Progress:
-    """A progress bar followed by ``text``, which may use fields of the task."""
+def progress_bar(text: str, *, target: Console, disable: bool = False) -> Progress:
+    """A progress bar followed by ``text``, which may use fields of the task. It is drawn in a terminal only."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn(text), TimeElapsedColumn())
-    return Progress(*columns, console=target, transient=True)
+    return Progress(*columns, console=target, transient=True, disable=disable or not target.is_terminal)
 
 
 def cancel_on_signals(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.table import Table
 
-from streamfold.cli.console import check_out, console, fail, import_loopback
+from streamfold.cli.console import check_out, console, fail, import_loopback, print_json
 from streamfold.cli.demo_job import read_prompts, run, write
+from streamfold.cli.printing import AsJson, Quiet, Verbose, output
 from streamfold.rollout.atomic_file import save_error
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ def command(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Sampling seed: another seed generates other samples.")] = 0,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Run two rollouts on two loopback engines, abort and resume samples, and check that no token is lost.
 
@@ -77,15 +81,35 @@ def command(
     except (OSError, ValueError) as error:
         fail(str(error))
     import_loopback()
-    report = run(texts, engine=engine, incremental=incremental, seed=seed, on_step=console.print)
-    try:
-        write(report.outcomes, out)
-    except OSError as error:
-        fail(f"{out} cannot be written: {save_error(error, out)}")
-    _print_report(report)
-    console.print(f"The finished samples are in {out}")
+    with output(verbose=verbose, quiet=quiet):
+        on_step = (lambda _line: None) if as_json else console.print
+        report = run(texts, engine=engine, incremental=incremental, seed=seed, on_step=on_step, progress=not quiet)
+        try:
+            write(report.outcomes, out)
+        except OSError as error:
+            fail(f"{out} cannot be written: {save_error(error, out)}")
+        if as_json:
+            print_json(_summary(report, out))
+        else:
+            _print_report(report)
+            console.print(f"The finished samples are in {out}")
     if report.problems:
         raise typer.Exit(1)
+
+
+def _summary(report: Report, out: Path) -> dict[str, Any]:
+    """The result, for ``--json``."""
+    return {
+        "out": str(out),
+        "groups": report.groups,
+        "finished": len(report.finished),
+        "equal": sum(outcome.equal for outcome in report.finished),
+        "resumed": len(report.resumed),
+        "tokens_lost": report.lost,
+        "reward_calls": report.reward_calls,
+        "problems": report.problems,
+        "rollouts": report.rollouts,
+    }
 
 
 def _print_report(report: Report) -> None:

@@ -191,6 +191,7 @@ def run(
     incremental: bool = False,
     seed: int = 0,
     on_step: Callable[[str], object] = lambda _line: None,
+    progress: bool = True,
 ) -> Report:
     """Run the rollouts, and compare their samples with what the engines generate undisturbed.
 
@@ -200,6 +201,7 @@ def run(
         incremental: whether each event holds only new tokens, or the whole response; vLLM's hold only new tokens.
         seed: of the sampling.
         on_step: called with a line of text at each step.
+        progress: whether the rollouts show their progress.
 
     Raises:
         ImportError: the loopback engine needs an extra; the message names it.
@@ -222,6 +224,7 @@ def run(
             partial_rollout=True,
             stop_ids=(tokenizer.eos_token_id,),
             seed=seed,
+            progress=progress,
         )
         on_step(f"Two loopback engines behind a router at {router.url}: a deterministic mock model, real HTTP")
         on_step(

@@ -6,9 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn, cast
-
-import typer
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
 from streamfold._core import Experts
 from streamfold.client.fields import with_fields
@@ -24,13 +22,9 @@ if TYPE_CHECKING:
     from streamfold.rollout.callbacks import RewardFunction
 
 __all__ = [
-    "EXPERTS_HELP", "AsJson", "TokenizerOption", "experts_option", "extra_option", "headers_option", "params_option",
+    "EXPERTS_HELP", "TokenizerOption", "experts_option", "extra_option", "headers_option", "params_option",
     "reward_option", "timeouts_option", "tokenizer_option",
 ]  # fmt: skip
-
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object instead of text, on standard output. Errors stay text.")
-]
 
 EXPERTS_HELP: Final = "Format: LAYERS,TOP_K[,EXPERTS[,DTYPE]], such as 48,8,128,uint8."
 

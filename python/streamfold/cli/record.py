@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from streamfold.cli.console import cancel_on_signals, check_out, console, errors, fail, progress_bar
+from streamfold.cli.console import cancel_on_signals, check_out, console, errors, fail, print_json, progress_bar
+from streamfold.cli.printing import AsJson, Quiet, Verbose, output
 from streamfold.cli.recording import Recording, record
 from streamfold.engines.detect import ENGINES
 from streamfold.rollout.atomic_file import save_error
@@ -45,6 +46,9 @@ def command(
     api_key: Annotated[
         str | None, typer.Option(help="Bearer token to send. Default: none.", envvar="STREAMFOLD_API_KEY")
     ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Send one request and save the response byte for byte, with the time of each read.
 
@@ -64,7 +68,8 @@ def command(
         fail(f"--out {out}: the payload, the stream and {details} with its details must be three different files")
     try:
         check_out(out)
-        asyncio.run(_record(url, recording, api_key))
+        with output(verbose=verbose, quiet=quiet):
+            asyncio.run(_record(url, recording, api_key, quiet=quiet))
     except ValueError as error:
         fail(str(error))
     if recording.status is None:
@@ -75,9 +80,13 @@ def command(
     except OSError as error:
         fail(f"{out} cannot be written: {save_error(error, out)}")
     size, reads = len(recording.body), len(recording.reads)
-    console.print(f"HTTP {recording.status}, {size} bytes in {reads} reads, ended by {recording.end}")
-    hint = f"Saved to {out} and {details}. To parse it: streamfold replay {shlex.quote(str(out))}"
-    console.print(hint)
+    if as_json:
+        files = {"out": str(out), "details": str(details)}
+        print_json({**files, "status": recording.status, "bytes": size, "reads": reads, "end": recording.end})
+    elif not quiet:
+        console.print(f"HTTP {recording.status}, {size} bytes in {reads} reads, ended by {recording.end}")
+        hint = f"Saved to {out} and {details}. To parse it: streamfold replay {shlex.quote(str(out))}"
+        console.print(hint)
     if recording.status >= 400:
         errors.print(f"streamfold: the engine refused the request with HTTP {recording.status}", style="red")
         errors.print(recording.body[:_SHOWN_BYTES].decode(errors="replace"))
@@ -94,8 +103,9 @@ def _read_payload(path: Path, engine: str) -> dict[str, Any]:
     return request
 
 
-async def _record(url: str, recording: Recording, api_key: str | None) -> None:
-    with progress_bar("{task.fields[size]} bytes in {task.fields[reads]} reads", target=errors) as progress:
+async def _record(url: str, recording: Recording, api_key: str | None, *, quiet: bool) -> None:
+    text = "{task.fields[size]} bytes in {task.fields[reads]} reads"
+    with progress_bar(text, target=errors, disable=quiet) as progress:
         bar = progress.add_task("recording", total=None, size=0, reads=0)
 
         def count(size: int) -> None:

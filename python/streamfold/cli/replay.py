@@ -11,7 +11,8 @@ from rich.text import Text
 
 from streamfold._core import DIALECTS
 from streamfold.cli.console import console, errors, fail, print_json
-from streamfold.cli.options import EXPERTS_HELP, AsJson, experts_option
+from streamfold.cli.options import EXPERTS_HELP, experts_option
+from streamfold.cli.printing import AsJson  # noqa: TC001  # typer reads the annotations
 from streamfold.cli.recording import Recording, surroundings
 from streamfold.errors import DecodeError
 

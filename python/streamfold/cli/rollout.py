@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -20,6 +21,7 @@ from streamfold.cli.options import (
     timeouts_option,
     tokenizer_option,
 )
+from streamfold.cli.printing import AsJson, Quiet, Verbose, output
 from streamfold.cli.rollout_job import RolloutJob, report, show
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
@@ -210,6 +212,9 @@ def command(
             help="Bearer token to send. Default: none.", envvar="STREAMFOLD_API_KEY", rich_help_panel=_REQUESTS
         ),
     ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Generate n samples for each prompt of a file, and write each one when it is finished, as a line of JSON.
 
@@ -227,6 +232,7 @@ def command(
         "top_k": top_k,
         "stop": stop or None,
     }
+    started_at = time.monotonic()
     try:
         decoder, encode, stop_ids = tokenizer_option(tokenizer)
         params = _sampling_params(params_option(sampling_params), overrides)
@@ -267,10 +273,12 @@ def command(
                 _check_prompts(plan, client.engine, shape)  # which is known now, also with auto
                 return job.run()
 
-            interrupted = asyncio.run(show(job, start))
+            with output(verbose=verbose, quiet=quiet):
+                interrupted = asyncio.run(show(job, start, quiet=quiet))
     except (OSError, ValueError, EngineError) as error:  # EngineError: with auto, the engine could not be found out
         fail(str(error))
-    report(job, out, interrupted=interrupted)
+    with output(quiet=quiet):
+        report(job, out, interrupted=interrupted, seconds=time.monotonic() - started_at, as_json=as_json)
 
 
 def _sampling_params(params: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from streamfold.cli.completing import complete_all
-from streamfold.cli.console import cancel_on_signals, console, errors, progress_bar
+from streamfold.cli.console import cancel_on_signals, console, errors, print_json
+from streamfold.client._internal import totals_of
 from streamfold.rollout.metrics import RolloutStats
+from streamfold.rollout.progress import ProgressView, RunState
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
-
-    from rich.progress import Progress, TaskID
 
     from streamfold.cli.journal import Journal, Plan
     from streamfold.client.client import Client
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutJob", "report", "show"]
 
-_REDRAW_SECONDS: Final = 0.2
 _SHOWN_FAILURES: Final = 10
 
 
@@ -75,31 +74,67 @@ class RolloutJob:
         except TypeError as failure:  # a reward function may set anything
             self.failures[f"a sample cannot be written as JSON: {failure}"] += 1
 
-    def draw(self, progress: Progress, bar: TaskID) -> None:
-        """Update the progress bar."""
-        tokens = self.stats.tokens + sum(call.token_count for call in self.client.running)
-        rate = tokens / (progress.tasks[bar].elapsed or 1.0)
-        failed = self.failures.total()
-        progress.update(bar, completed=len(self.journal.finished), total=len(self.plan), failed=failed, rate=rate)
+    def look(self) -> RunState:
+        """What has been done so far, calls that run included."""
+        calls = totals_of(self.client)
+        return RunState(
+            done=len(self.journal.finished),
+            in_flight=calls.calls,
+            tokens=self.stats.received,
+            calls=calls,
+            counts={"aborted": self.stats.aborted, "failed": self.failures.total()},
+        )
+
+    def summary(self, out: Path, *, interrupted: bool, seconds: float) -> dict[str, Any]:
+        """What was done, for ``--json``."""
+        finished, total, unjudged = len(self.journal.finished), len(self.plan), self.unjudged
+        return {
+            "out": str(out),
+            "samples": total,
+            "finished": finished,
+            "missing": total - finished,
+            "partial": len(self.journal.partial) - unjudged,
+            "without_reward": unjudged,
+            "interrupted": interrupted,
+            "failures": dict(self.failures),
+            "tokens": self.stats.tokens,
+            "dropped_tokens": self.stats.lost,
+            "retries": self.client.retried,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(self.stats.tokens / seconds, 1) if seconds else 0.0,
+        }
+
+    @property
+    def unjudged(self) -> int:
+        """Samples that are finished and lack a reward."""
+        return sum(is_finished(sample) for sample in self.journal.partial.values())
 
 
-async def show(job: RolloutJob, start: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Run ``start()`` under a progress bar; returns whether a signal interrupted it."""
-    text = "{task.completed} of {task.total}, {task.fields[failed]} failed, {task.fields[rate]:.0f} tokens/s"
-    with progress_bar(text, target=errors) as progress:
-        bar = progress.add_task("rollout", failed=0, rate=0.0)
-        async with job.client:
+async def show(job: RolloutJob, start: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool) -> bool:
+    """Run ``start()`` and show its progress; returns whether a signal interrupted it."""
+    view = ProgressView("rollout", "samples", len(job.plan), job.look, console=errors, is_shown=not quiet)
+    async with job.client:
+        with view:
             task = cancel_on_signals(start())  # a second signal ends the drains
-            while not task.done():
-                await asyncio.wait({task}, timeout=_REDRAW_SECONDS)
-                job.draw(progress, bar)
+            await asyncio.wait({task})
     if not task.cancelled():
         task.result()
     return task.cancelled()
 
 
-def report(job: RolloutJob, out: Path, *, interrupted: bool) -> None:
+def report(job: RolloutJob, out: Path, *, interrupted: bool, seconds: float, as_json: bool) -> None:
     """Print what was done; exits with 130 or 1 if samples are missing."""
+    journal, total = job.journal, len(job.plan)
+    missing = total - len(journal.finished)
+    if as_json:
+        print_json(job.summary(out, interrupted=interrupted, seconds=seconds))
+    else:
+        _print_report(job, out, missing)
+    if missing:
+        raise typer.Exit(130 if interrupted else 1)
+
+
+def _print_report(job: RolloutJob, out: Path, missing: int) -> None:
     journal, total = job.journal, len(job.plan)
     if job.stats.lost:
         errors.print(
@@ -109,11 +144,10 @@ def report(job: RolloutJob, out: Path, *, interrupted: bool) -> None:
     console.print(f"{len(journal.finished)} of {total} samples are in {out}")
     for message, count in job.failures.most_common(_SHOWN_FAILURES):
         errors.print(f"{count} failed: {message}", style="red")
-    if missing := total - len(journal.finished):
-        unjudged = sum(is_finished(sample) for sample in journal.partial.values())
+    if missing:
+        unjudged = job.unjudged
         lacking = f", {unjudged} of them finished without a reward" if unjudged else ""
         console.print(
             f"{missing} are missing, {len(journal.partial) - unjudged} of them partial{lacking}: rerun the same "
             "command to resume"
         )
-        raise typer.Exit(130 if interrupted else 1)

@@ -7,7 +7,8 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from streamfold.cli.console import console, fail, import_loopback
+from streamfold.cli.console import console, fail, import_loopback, print_json
+from streamfold.cli.printing import AsJson  # noqa: TC001  # typer reads the annotations
 
 __all__ = ["EXAMPLES", "command"]
 
@@ -69,6 +70,7 @@ def command(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="JSON file with faults to inject, such as resets and errors."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run a loopback engine: the HTTP API of SGLang or vLLM with a deterministic mock model, without GPU or weights.
 
@@ -79,7 +81,7 @@ def command(
         loopback.serve(
             host=host,
             port=port,
-            on_ready=_print_url,
+            on_ready=lambda url: _print_url(url, as_json=as_json),
             incremental=incremental,
             stream_interval=stream_interval,
             token_rate=token_rate,
@@ -97,5 +99,8 @@ def command(
         fail(f"cannot serve: {error}")
 
 
-def _print_url(url: str) -> None:
-    console.print(f"Loopback engine at {url} (Ctrl-C stops it)")
+def _print_url(url: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"url": url})
+    else:
+        console.print(f"Loopback engine at {url} (Ctrl-C stops it)")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from streamfold.client.limits import Retries, Timeouts
     from streamfold.engines.base import EngineSpec
 
-__all__ = ["ClientInternals", "HasInternals", "internals_of"]
+__all__ = ["ClientInternals", "HasInternals", "HasTotals", "Totals", "internals_of", "totals_of"]
 
 
 @dataclass
@@ -65,3 +65,32 @@ class HasInternals(Protocol):
 def internals_of(client: HasInternals) -> ClientInternals:
     """The internals of ``client``."""
     return client.__client_internals__()
+
+
+@dataclass(frozen=True)
+class Totals:
+    """All running calls of a client in a few numbers, at a tenth of what ``Client.running`` costs.
+
+    Attributes:
+        calls: how many run, or wait for a slot or a retry.
+        tokens: that they have received.
+        slowest_age: seconds since the oldest of them was started; None: there is none.
+        slowest_tokens: what that one has received.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    slowest_age: float | None = None
+    slowest_tokens: int = 0
+
+
+class HasTotals(Protocol):
+    """A client, or a test's stand-in for one."""
+
+    def __client_totals__(self) -> Totals:
+        """Return the totals of the calls that run."""
+
+
+def totals_of(client: HasTotals) -> Totals:
+    """The totals of the calls of ``client`` that run."""
+    return client.__client_totals__()

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from streamfold._core import Generation, __version__
-from streamfold.client._internal import ClientInternals
+from streamfold.client._internal import ClientInternals, Totals
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.arguments import check_kind, check_mapping
 from streamfold.client.call import Call
@@ -137,6 +137,10 @@ class Client:
     def __client_internals__(self) -> ClientInternals:
         """For the layers above: see :mod:`streamfold.client._internal`."""
         return self._internals
+
+    def __client_totals__(self) -> Totals:
+        """For the layers above too: what :attr:`running` tells, summed up."""
+        return self._session.totals() if self._session else Totals()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

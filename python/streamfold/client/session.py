@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streamfold.client._internal import Totals
 from streamfold.client.attempt import Attempt
 from streamfold.client.control import EngineControl
 from streamfold.client.control_requests import ControlRequests
@@ -141,6 +142,15 @@ class Session:
             )
             for call in sorted(self.calls.values(), key=lambda call: call.started_at)  # a retry moves a call to the end
         ]
+
+    def totals(self) -> Totals:
+        """All calls that have not ended, summed up."""
+        calls = self.calls.values()
+        slowest = min(calls, key=lambda call: call.started_at, default=None)
+        if slowest is None:
+            return Totals()
+        tokens = sum([call.token_count for call in calls])
+        return Totals(len(calls), tokens, slowest.age, slowest.token_count)
 
     async def aclose(self) -> None:
         """Abort all calls without draining, and close every connection."""

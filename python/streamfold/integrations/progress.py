@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from streamfold.rollout.groups import samples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from streamfold.integrations.base import Integration
     from streamfold.integrations.settings import Args
@@ -39,12 +39,20 @@ class RolloutProgress:
         self._has_shown_first = False
         self._last: Group | None = None
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether the trainer's release shows a bar, so that another one would be in its way."""
+        return self._make_bar is not None
+
+    @property
+    def _make_bar(self) -> Callable[..., Any] | None:
+        return getattr(self._integration.rollout_module, "tqdm", None)
+
     @contextlib.contextmanager
     def shown(self, ready: int = 0) -> Iterator[None]:
         """Show the bar while a rollout is waited for, of which ``ready`` groups are there already."""
         self._is_waited_for, self._has_shown_first, self._last = True, False, None
-        make_bar = getattr(self._integration.rollout_module, "tqdm", None)
-        if make_bar is not None:
+        if (make_bar := self._make_bar) is not None:
             self._bar = make_bar(total=self._groups * self._samples, desc="Rollout generation")
         self._advance(ready)
         try:

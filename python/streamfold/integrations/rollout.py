@@ -166,6 +166,7 @@ class TrainerRollout:
                     group=lambda group: integration.span(group, "generate_and_rm_group", group_size=len(group)),
                     sample=lambda sample: integration.span(sample, "generate_and_rm"),
                 ),
+                shows_bar=self.progress.has_bar,
                 filter=self._keeps,
             ),
         )

@@ -100,7 +100,10 @@ class RolloutConfig:
         group_tries: after failing in this many rollouts a group is dropped.
         max_groups_drawn: how many groups are taken from the source in one rollout at most. A rollout whose filter drops
             nearly all of them then ends with fewer than ``groups``, and says why. None: no limit.
-        progress: whether to draw a progress bar, if stderr is a terminal.
+        progress: whether to show the progress: groups, tokens (those of running calls too), tokens per second, what is
+            in flight, aborted and failed, the slowest call, and the time that is left. In a terminal or a notebook as a
+            bar or a line that is redrawn; elsewhere, and in a pool, as one line each ten seconds in the log
+            (``streamfold.progress``, level INFO).
 
     Raises:
         ValueError: a setting is invalid; the message names it.

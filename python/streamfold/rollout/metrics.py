@@ -1,20 +1,19 @@
-"""Metrics of a rollout (``RolloutResult.metrics``), the lag of the event loop, and the progress bar."""
+"""Metrics of a rollout (``RolloutResult.metrics``), and the lag of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from streamfold.rollout.tasks import Aborted
 from streamfold.samples.metadata import count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from rich.progress import Progress, TaskID
     from typing_extensions import Self
 
     from streamfold.samples.sample import Sample
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["EventLoopLag", "RolloutStats"]
 
 _TICK_SECONDS = 0.01
-_REDRAW_SECONDS = 0.1
 _LOST: Final = ("lost_side_data", "restarted_tokens")
 
 
@@ -38,6 +36,7 @@ class RolloutStats:
         dropped: groups that were dropped, by reason.
         drawn: groups that were taken from the source.
         samples: generations that were started, of which ``resumed`` continued a response of an earlier rollout.
+        aborted: generations that an abort has ended.
         retried: generations that were started again after the generate function had raised an error.
         timed_out: samples that were truncated at ``sample_seconds``.
         tokens: tokens that were received, including the lost ones.
@@ -59,6 +58,7 @@ class RolloutStats:
     drawn: int = 0
     samples: int = 0
     resumed: int = 0
+    aborted: int = 0
     retried: int = 0
     timed_out: int = 0
     tokens: int = 0
@@ -73,6 +73,12 @@ class RolloutStats:
     abort_seconds: float = 0.0
     is_dry: bool = False
     is_drawn_out: bool = False
+    _running: dict[int, tuple[Sample, int]] = field(default_factory=dict)  # samples, and their tokens at the start
+
+    @property
+    def received(self) -> int:
+        """Tokens that were received: ``tokens``, and what running generations have written to their samples."""
+        return self.tokens + sum(max(0, sample.response_length - before) for sample, before in self._running.values())
 
     @contextlib.contextmanager
     def generating(self, sample: Sample) -> Iterator[list[Sample]]:
@@ -82,9 +88,15 @@ class RolloutStats:
         self.samples += 1
         self.resumed += length > 0
         made: list[Sample] = []
+        self._running[id(sample)] = sample, length
         try:
             yield made
+            self.aborted += any(each.status.name == "ABORTED" for each in made)
+        except Aborted:
+            self.aborted += 1
+            raise
         finally:
+            self._running.pop(id(sample), None)
             made = made or [sample]
             lost = sum(max(0, _lost(each) - lost_before) for each in made)
             self.tokens += sum(each.response_length for each in made) - length + lost
@@ -105,8 +117,8 @@ class RolloutStats:
         return "".join(f"; {part}" for part in parts)
 
     def clear(self) -> None:
-        """Reset all counts."""
-        vars(self).update(vars(RolloutStats()))
+        """Reset all counts; generations that are running are counted when they end."""
+        vars(self).update(vars(RolloutStats(_running=self._running)))
 
     def metrics(self, lag: EventLoopLag) -> dict[str, float]:
         """All counts and times under names like ``streamfold/tokens_per_second``."""
@@ -145,17 +157,9 @@ def _lost(sample: Sample) -> int:
 
 
 class EventLoopLag:
-    """Measures elapsed time and the longest time for which the event loop was blocked, and draws the progress bar.
+    """Measures elapsed time, and the longest time for which the event loop was blocked."""
 
-    Args:
-        total: groups at which the bar is full; None: no bar. It is only drawn on a terminal.
-        progress: returns the number of groups so far, and a short description.
-    """
-
-    def __init__(self, total: int | None, progress: Callable[[], tuple[int, str]]) -> None:
-        self._total = total
-        self._progress = progress
-        self._bar: _ProgressBar | None = None
+    def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
         self.restart()
 
@@ -180,9 +184,6 @@ class EventLoopLag:
 
     def start(self) -> None:
         """Start the timer."""
-        if self._total is not None and sys.stderr.isatty():
-            self._bar = _ProgressBar(self._total)
-        self._drawn_at = self._loop.time()
         self._schedule_tick()
 
     def stop(self) -> None:
@@ -190,40 +191,11 @@ class EventLoopLag:
         self._stopped_at = self._loop.time()
         if self._timer is not None:
             self._timer.cancel()
-        if self._bar is not None:
-            self._bar.stop(*self._progress())
 
     def _schedule_tick(self) -> None:
         self._due = self._loop.time() + _TICK_SECONDS
         self._timer = self._loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        self.longest_pause = max(self.longest_pause, now - self._due)
-        if self._bar is not None and now - self._drawn_at >= _REDRAW_SECONDS:
-            self._drawn_at = now
-            self._bar.draw(*self._progress())
+        self.longest_pause = max(self.longest_pause, self._loop.time() - self._due)
         self._schedule_tick()
-
-
-class _ProgressBar:
-    """A progress bar of rich that is only redrawn on request, and so needs no thread."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console  # noqa: PLC0415  # half of what an import of the package costs
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
-
-        columns: list[Any] = [TextColumn("rollout"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._progress: Progress = Progress(
-            *columns, TextColumn("{task.description}"), console=Console(stderr=True), auto_refresh=False
-        )
-        self._task: TaskID = self._progress.add_task("", total=total)
-        self._progress.start()
-
-    def draw(self, groups: int, description: str) -> None:
-        self._progress.update(self._task, completed=groups, description=description)
-        self._progress.refresh()
-
-    def stop(self, groups: int, description: str) -> None:
-        self.draw(groups, description)
-        self._progress.stop()

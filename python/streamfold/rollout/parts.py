@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from streamfold.client._internal import totals_of
+from streamfold.rollout.progress import ProgressView, RunState
 from streamfold.rollout.rewards import Rewards
 from streamfold.rollout.scheduler import GroupScheduler
 from streamfold.rollout.spans import NO_SPANS, Spans
@@ -30,12 +32,14 @@ class RolloutHooks:
         count_engines: how many engines there are; None, as result too: ask the client.
         on_taken: called with each list of groups that was taken from the source.
         spans: around groups and samples, of a trainer's trace.
+        shows_bar: whether the trainer shows a progress bar of its own. Then only log lines tell of the progress.
         filter: in place of the user's filter. Takes a complete group, and how many other groups are ready or in flight.
     """
 
     count_engines: Callable[[], int | None] | None = None
     on_taken: Callable[[list[Group]], object] | None = None
     spans: Spans = NO_SPANS
+    shows_bar: bool = False
     filter: Callable[[Group, int], bool | tuple[bool, str | None]] | None = None
 
 
@@ -83,6 +87,23 @@ class RolloutParts:
             version=version,
             spans=self.hooks.spans,
         )
+
+    def progress(
+        self, name: str, total: int | None, stats: RolloutStats, tracker: GroupTracker, in_flight: Callable[[], int]
+    ) -> ProgressView:
+        """What shows the progress of a run: ``total`` groups, or None in a pool, which never ends."""
+
+        def look() -> RunState:
+            return RunState(
+                done=tracker.accepted,
+                in_flight=in_flight(),
+                tokens=stats.received,
+                calls=totals_of(self.client),
+                counts={"aborted": stats.aborted, "failed": stats.groups["failed"], "dropped": stats.dropped.total()},
+            )
+
+        draws, is_shown = not self.hooks.shows_bar, self.config.progress
+        return ProgressView(name, "groups", total, look, draws=draws, is_shown=is_shown)
 
     async def count_engines(self) -> int:
         """How many engines there are, at least one."""

@@ -89,8 +89,10 @@ class Pool:
         self._stop_lock = asyncio.Lock()
         self._changed = asyncio.Event()  # wakes the callers of next()
         self._started = asyncio.Event()  # wakes the worker
-        self._lag = EventLoopLag(None, lambda: (0, ""))
+        self._lag = EventLoopLag()
         self._lag.start()
+        self._progress = self._parts.progress("pool", None, self._stats, self._tracker, lambda: self.in_flight)
+        self._progress.start()
         self._watch = StallWatch(self._tracker, self._stats, lambda: self._scheduler)
         self._watch.start()
         self._error = None
@@ -106,6 +108,7 @@ class Pool:
         finally:
             self._error = self._error or _not_open()
             self._lag.stop()
+            self._progress.stop()
             self._watch.stop()
             self._tracker.return_all()
             if self._rewards is not None:

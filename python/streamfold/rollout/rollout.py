@@ -152,11 +152,8 @@ class Rollout:
         tracker = parts.tracker(source, stats, returns_all=False)
         scheduler = parts.scheduler(stats, rewards, await parts.count_engines())
         target, retried = parts.config.groups, parts.client.retried
-
-        def progress() -> tuple[int, str]:
-            return len(tracker.ready), f"{len(scheduler)} in flight, {stats.tokens} tokens"
-
-        with EventLoopLag(target if parts.config.progress else None, progress) as lag:
+        progress = parts.progress(f"rollout {rollout_id}", target, stats, tracker, lambda: len(scheduler))
+        with EventLoopLag() as lag, progress:
             try:
                 with StallWatch(tracker, stats, lambda: scheduler):
                     await self._collect(scheduler, tracker, rollout_id)
