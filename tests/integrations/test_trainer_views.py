@@ -121,6 +121,18 @@ def test_a_release_without_a_bar_works(host: None, monkeypatch: pytest.MonkeyPat
     assert len(groups) == 1
 
 
+def test_on_a_terminal_there_is_one_bar_the_trainers_or_else_ours(
+    host: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    rolled(scripted(Scripted()))
+    assert "1/1" not in capfd.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.delattr(sglang_rollout, "tqdm")
+        rolled(scripted(Scripted()))
+    assert "1/1" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_samples_and_rewards_are_spans_within_each_other(host: None, way: str) -> None:
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
