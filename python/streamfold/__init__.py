@@ -10,6 +10,7 @@ from streamfold.client.call import Call
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries, Timeouts
 from streamfold.client.session import Running
+from streamfold.client.timings import Timings
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "StreamTruncated",
     "StreamfoldError",
     "Timeouts",
+    "Timings",
     "Tokenizer",
     "__version__",
     "append_observation",

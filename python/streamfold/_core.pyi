@@ -13,17 +13,10 @@ import numpy.typing as npt
 import torch
 from typing_extensions import Self, disjoint_base
 
-__all__ = [
-    "DIALECTS",
-    "ConnectionProtocol",
-    "Exchange",
-    "Experts",
-    "Generation",
-    "Parser",
-    "ReadRest",
-    "RequestHead",
-    "__version__",
-]
+from streamfold.client.timings import Timings
+
+__all__ = ["DIALECTS", "ConnectionProtocol", "Durations", "Exchange", "Experts", "Generation", "Parser", "ReadRest"]
+__all__ += ["RequestHead", "__version__"]
 if sys.platform == "linux":
     __all__ += ["Reactor"]
 
@@ -83,6 +76,24 @@ class ConnectionProtocol:
         """The transport takes more of the request."""
 
 @final
+class Durations:
+    """Durations in seconds, counted in 2 KiB: quantiles are right to within 3 %, counts and sums are exact."""
+
+    def __new__(cls) -> Durations: ...
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add ``count`` equal durations; a negative one counts as 0."""
+    def merge(self, other: Durations) -> None:
+        """Add all of another."""
+    @property
+    def count(self) -> int:
+        """How many there are."""
+    @property
+    def sum(self) -> float:
+        """Their sum."""
+    def quantile(self, share: float) -> float | None:
+        """The duration that a ``share`` of all, 0 to 1, does not exceed; None if there are none."""
+
+@final
 class Exchange:
     """One request and its reply, on one connection: a socket layer drives it, and its caller takes the result.
 
@@ -113,18 +124,13 @@ class Exchange:
         """
     @staticmethod
     def reply(head: RequestHead, body: bytes, *, max_bytes: int) -> Exchange:
-        """A request whose reply may be any: of its body ``max_bytes`` are kept, for :meth:`take_body`.
-
-        Raises ``ValueError`` if ``max_bytes`` is negative.
-        """
+        """A request whose reply may be any: of its body ``max_bytes``, 0 or more, are kept, for :meth:`take_body`."""
     @staticmethod
     def replies(head: RequestHead, bodies: Sequence[bytes], *, max_bytes: int) -> Exchange:
-        """As many requests as there are bodies, sent in one go (HTTP/1.1 pipelining), and their replies.
+        """As many requests as there are bodies, at least one, sent in one go (HTTP/1.1 pipelining), and their replies.
 
         Replies with a status below 300 are passed over and counted in :attr:`passed`, up to the one that is reported as
         with :meth:`reply`: the last, or the first other one, or one after which the connection ends.
-
-        Raises ``ValueError`` if ``bodies`` is empty or ``max_bytes`` is negative.
         """
     @property
     def passed(self) -> int:
@@ -138,6 +144,8 @@ class Exchange:
     @property
     def last_token_at(self) -> float:
         """When the latest token was read from the socket: seconds of ``time.monotonic()``; infinity before one."""
+    def gaps(self) -> tuple[Durations, int]:
+        """The times between the tokens so far, and how many reads brought them. After :meth:`take` too."""
     @property
     def held_bytes(self) -> int:
         """Bytes of memory held, without the request's body."""
@@ -149,10 +157,7 @@ class Exchange:
         Returns whether they have come already: then nothing is reported.
         """
     def take(self) -> Generation:
-        """Return the tokens and side data received so far. Works at any time; the stream is not read any further.
-
-        The second call returns an empty generation, as does the first for a reply that is no stream.
-        """
+        """Return what the stream has brought so far, at any time; it is not read any further. Empty the second time."""
     def take_body(self) -> bytes:
         """Return what was kept of the body of a reply that is no stream. The second call returns no bytes."""
 
@@ -210,6 +215,7 @@ class Generation:
         clamped_logprobs: int = 0,
         missing: Sequence[str] | None = None,
         max_tokens_per_event: int = 0,
+        timings: Timings | None = None,
         meta: dict[str, Any] | None = None,
     ) -> Generation: ...
     @property
@@ -290,6 +296,10 @@ class Generation:
         Keys of SGLang's event and ``meta_info``, or of vLLM's event, choice and usage, in one dict. If several of them
         have the same key, the innermost value counts. Lists are not kept.
         """
+    @property
+    def timings(self) -> Timings | None:
+        """When the tokens came; no part of ``==``. None if no request was sent, and of a :class:`Parser` alone."""
+    def _set_timings(self, timings: Timings) -> None: ...
     def torch(self) -> dict[str, torch.Tensor]:
         """The arrays as torch tensors that share their memory. Imports torch.
 
@@ -297,7 +307,7 @@ class Generation:
         ``top_p_offsets``. Arrays that are None are left out. Raises ImportError if torch is not installed.
         """
     def __eq__(self, other: object, /) -> bool:
-        """Compares all fields; arrays bit by bit, so that a logprob of -0.0 does not equal 0.0."""
+        """Compares all fields but the timings; arrays bit by bit, so that a logprob of -0.0 does not equal 0.0."""
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
 @final
@@ -404,10 +414,7 @@ if sys.platform == "linux":
         def fileno(self) -> int:
             """The descriptor of the ordinary poll: streams, and idle connections. -1 after :meth:`close`."""
         def urgent_fileno(self) -> int:
-            """The descriptor of the poll that is swept without a rest. -1 after :meth:`close`.
-
-            It has what connects, sends, or receives a reply that is no stream, and what follows an abort.
-            """
+            """The descriptor of the urgent poll: of what connects, sends, gets no stream, or follows an abort."""
         def connect(self, host: str, port: int, scope_id: int = 0) -> int:
             """Start to connect to a literal address, and return the connection; ``"opened"`` follows.
 
@@ -417,17 +424,12 @@ if sys.platform == "linux":
             literal address.
             """
         def connect_unix(self, path: str | PathLike[str]) -> int:
-            """Connect to a Unix socket, and return the connection; ``"opened"`` follows.
-
-            Raises ``BlockingIOError`` while the server's backlog is full, and ``OSError`` as :meth:`connect`.
-            """
+            """As :meth:`connect`, to a Unix socket. Raises ``BlockingIOError`` while its backlog is full."""
         def start_tls(self, connection: int, ssl_object: SSLObject, incoming: MemoryBIO, outgoing: MemoryBIO) -> None:
             """Agree on TLS over a connection that was opened and carries nothing yet; ``"secured"`` follows.
 
-            ``ssl_object`` is an ``ssl.SSLObject`` over the two ``ssl.MemoryBIO``. From now on the connection carries
-            ciphertext.
-
-            Raises what ends the handshake, and then the connection is gone.
+            ``ssl_object`` is over the two ``ssl.MemoryBIO``. From now on the connection carries ciphertext. Raises what
+            ends the handshake, and then the connection is gone.
             """
         def start(self, connection: int, exchange: Exchange) -> bool:
             """Let an open connection carry an exchange, and send at once what the socket takes.
@@ -441,10 +443,7 @@ if sys.platform == "linux":
             The descriptor stays readable if sockets are left that have not had their turn.
             """
         def sweep_urgent(self) -> list[tuple[int, str, Any]]:
-            """Connect, send and read what the sockets of the urgent poll can, as :meth:`sweep`. Returns the events.
-
-            The descriptor stays readable if sockets are left that have not had their turn.
-            """
+            """Connect, send and read what the sockets of the urgent poll can, as :meth:`sweep`. Returns the events."""
         def read_now(self, connection: int) -> list[tuple[int, str, Any]]:
             """Read what the socket of one connection holds, up to 4 MiB. Returns the events."""
         def abort(self, connection: int) -> list[tuple[int, str, Any]]:

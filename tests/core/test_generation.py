@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamfold import Generation
+from streamfold import Generation, Timings
 from support.folding import as_reading, check_owned
 
 WHOLE: dict[str, Any] = {
@@ -28,6 +28,7 @@ WHOLE: dict[str, Any] = {
     "clamped_logprobs": 1,
     "missing": ("routed_experts", "indexer_topk"),
     "max_tokens_per_event": 2,
+    "timings": Timings(queued=1.5, connect=0.25, ttft=0.5, latency=2.0),
     "meta": {"id": "r7", "nested": {"a": [1, None]}, "big": 2**70, "zero": -0.0},
 }
 
@@ -43,6 +44,8 @@ def test_every_field_is_kept() -> None:
             assert reading.routed_experts is not None
             assert reading.routed_experts.dtype == np.uint8
             assert (reading.routed_experts == value).all()
+        elif key == "timings":
+            assert whole().timings == value
         else:
             assert getattr(reading, key) == value
     assert reading.logprobs is not None
@@ -150,7 +153,7 @@ def test_the_repr_fits_on_three_lines_whatever_its_size() -> None:
         "<Generation of 3 tokens, finish_reason='stop', matched=7, text='a\\u2028\U0001f600' (3 characters),\n"
         " logprobs=float64[3], routed_experts=uint8[6, 2, 2], top_p=int32[4], prompt_token_ids=int32[4],\n"
         " version_spans=2, prompt_tokens=4, cached_tokens=0, padded_rows=2, max_tokens_per_event=2,"
-        " clamped_logprobs=1, meta=4 keys>"
+        " ttft=500.0 ms, latency=2000.0 ms, clamped_logprobs=1, meta=4 keys>"
     )
     n = 100_000
     large = Generation(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from streamfold._core import Experts
     from streamfold._types import Tokenizer
     from streamfold.client.limits import Retries, Timeouts
+    from streamfold.client.observer import Observer
     from streamfold.engines.base import EngineSpec
 
 __all__ = ["ClientInternals", "HasInternals", "HasTotals", "Totals", "internals_of", "totals_of"]
@@ -27,6 +28,7 @@ class ClientInternals:
         experts: the shape of routed experts; None: they are not requested.
         tokenizer: the tokenizer that the client was given.
         header_names: in lower case, of the headers that the client was given for each request.
+        observers: are told of all its calls.
         abort_signal: set by the next ``abort_all`` or ``aclose``, and then replaced: hold on to it while you work.
     """
 
@@ -36,6 +38,7 @@ class ClientInternals:
     experts: Experts | None
     tokenizer: Tokenizer | None
     header_names: frozenset[str] = frozenset()
+    observers: tuple[Observer, ...] = ()
     abort_signal: AbortSignal = field(default_factory=AbortSignal)
 
     @property

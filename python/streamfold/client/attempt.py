@@ -12,11 +12,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-import numpy as np
-
-from streamfold.client.attempt_state import ABORTING, TABLE, Action, Event, State, head_event
+from streamfold.client.attempt_state import ABORTING, PHASES, TABLE, Action, Event, State, head_event
 from streamfold.client.deadlines import Deadline
 from streamfold.client.limits import Default
+from streamfold.client.progress import Progress
 from streamfold.client.request import replaced
 from streamfold.client.responses import error_from_failure, error_from_response, is_duplicate_rid
 from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
@@ -24,13 +23,12 @@ from streamfold.errors import EngineError, EngineTimeout, StreamfoldError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-
     from streamfold._core import Generation
     from streamfold.client.abort_batches import PendingAbort
     from streamfold.client.control import EngineControl
     from streamfold.client.deadlines import Deadlines
-    from streamfold.client.drivers.base import Driver, Exchange, Failure, Head, Kind
+    from streamfold.client.drivers.base import Driver, Failure, Head, Kind
+    from streamfold.client.observer import Phase as CallPhase
     from streamfold.client.request import CallRequest
 
 __all__ = ["Attempt", "AttemptOwner"]
@@ -60,6 +58,9 @@ class AttemptOwner(Protocol):
     def is_host_aborting(self) -> bool:
         """Whether a flag of the host says so. Nothing is aborted for that."""
 
+    def on_phase(self, phase: CallPhase) -> None:
+        """A phase has begun. Not called in a row for the same one."""
+
     def on_over(self) -> None:
         """Nothing more is sent or read. Called once."""
 
@@ -67,7 +68,7 @@ class AttemptOwner(Protocol):
         """An abort request has been answered too, if one had to be sent. Called once, after :meth:`on_over`."""
 
 
-class Attempt:
+class Attempt(Progress):
     """One request under one request id.
 
     :meth:`start` is called once. :meth:`abort` ends it early.
@@ -81,7 +82,6 @@ class Attempt:
 
     Attributes:
         error: what it failed with; :meth:`start` does not raise it.
-        sent_at: by ``time.monotonic()``; infinite until then.
         is_stale: whether a kept connection failed before the first byte of the reply.
     """
 
@@ -94,19 +94,18 @@ class Attempt:
         control: EngineControl,
         deadlines: Deadlines,
     ) -> None:
+        super().__init__()
         self.rid = rid
         self.error: BaseException | None = None
-        self.sent_at: float = math.inf
         self.is_stale: bool = False
         self._request = request
         self._driver = driver
         self._control = control
         self._timeouts = request.timeouts
-        self._generation: Generation | None = None
         self._notify_at = 0
 
         self._state = State.IDLE
-        self._exchange: Exchange | None = None
+        self._phase_of_call: CallPhase | None = None  # the last one that the owner was told of
         self._owner: AttemptOwner | None = None  # until it has no use for anything more
         self._has_flag = False
         self._head: Head | None = None
@@ -127,34 +126,10 @@ class Attempt:
         self._abort_timer: asyncio.Handle | None = None  # of the reply to the abort request, then of the drain
         self._abort_timer_at = math.inf
 
-    @property
-    def token_count(self) -> int:
-        """Tokens received so far."""
-        if self._generation is not None:
-            return len(self._generation.token_ids)
-        return 0 if self._exchange is None else self._exchange.token_count
-
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        """A copy of the tokens received so far: int32 ``[n]``."""
-        if self._generation is not None:
-            ids: npt.NDArray[np.int32] = self._generation.token_ids.copy()
-            return ids
-        return np.empty(0, np.int32) if self._exchange is None else self._exchange.token_ids()
-
     def notify_at(self, count: int) -> bool:
         """Tell the owner once, when ``count`` tokens have come. Returns whether they have come already."""
         self._notify_at = count
         return self._exchange is not None and self._exchange.notify_at(count)
-
-    @property
-    def first_token_at(self) -> float:
-        """By ``time.monotonic()``; infinite until then."""
-        return math.inf if self._exchange is None else self._exchange.first_token_at
-
-    @property
-    def last_token_at(self) -> float:
-        """By ``time.monotonic()``; infinite until the first token."""
-        return math.inf if self._exchange is None else self._exchange.last_token_at
 
     @property
     def connecting(self) -> bool:
@@ -171,6 +146,7 @@ class Attempt:
                 request is sent, which does not leave if this is true, and again right after.
         """
         self._owner, self._has_flag = owner, has_flag
+        self.started_at = time.monotonic()
         try:
             self._exchange = self._driver.start(self._request.with_rid(self.rid, fresh=fresh), self._listen)
         except Exception as error:  # noqa: BLE001  # raised to those who await the call
@@ -231,6 +207,10 @@ class Attempt:
     def _on(self, event: Event) -> None:
         """Make the transition that the table names."""
         self._state, actions = TABLE[self._state][event]
+        phase = PHASES.get(self._state)
+        if phase is not None and phase != self._phase_of_call and self._owner is not None:
+            self._phase_of_call = phase
+            self._owner.on_phase(phase)
         for action in actions:
             self._actions[action](self)
 

@@ -42,7 +42,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ABORTING", "TABLE", "Action", "Event", "State", "Transition", "head_event"]
+    from streamfold.client.observer import Phase
+
+__all__ = ["ABORTING", "PHASES", "TABLE", "Action", "Event", "State", "Transition", "head_event"]
 
 
 class _Key(Enum):
@@ -148,6 +150,16 @@ ABORTING = frozenset(
         State.ABORTED,
     }
 )
+
+#: What observers of the call are told of a state; of one that is not here, nothing.
+PHASES: Mapping[State, Phase] = {
+    State.CONNECTING: "connect",
+    State.HEAD: "prefill",
+    State.STREAMING: "tokens",
+    **dict.fromkeys((State.ABORT_DRAIN, State.ABORT_CLOSE, State.ABORT_UNREAD), "abort"),
+    **dict.fromkeys((State.ABORT_CLOSED, State.ABORT_ENDED), "abort"),
+    State.DRAINING: "drain",
+}
 
 _HEADS = (Event.HEAD_STREAM, Event.HEAD_REFUSED, Event.HEAD_UNREADABLE)
 _BROKEN = (Event.ERROR_EVENT, Event.DECODE_ERROR, Event.OVERRUN)

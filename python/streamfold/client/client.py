@@ -17,6 +17,7 @@ from streamfold.client.call import Call
 from streamfold.client.drivers.choose import driver_factory
 from streamfold.client.fields import with_fields
 from streamfold.client.limits import Limits, Retries, Timeouts, check_seconds
+from streamfold.client.observer import Observation, observers, subject_of_context
 from streamfold.client.request import CallRequest
 from streamfold.client.runner import CallRunner, RetryLog
 from streamfold.client.session import Session
@@ -256,6 +257,7 @@ class Client:
             retries=self._internals.retries,
             retry_log=self._retry_log,
             missing=self._missing,
+            observation=self._observation(),
         )
         if request.budget == 0:
             none = np.empty(0)
@@ -263,6 +265,10 @@ class Client:
         else:
             session.start(runner)
         return Call(runner)
+
+    def _observation(self) -> Observation | None:
+        told = observers(self._internals.observers)
+        return Observation(told, subject_of_context()) if told else None
 
     def _request(
         self,

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from streamfold._core import Generation
+    from streamfold._core import Durations, Generation
     from streamfold.client.abort_signal import AbortSignal
     from streamfold.client.attempt import Attempt
     from streamfold.client.limits import Retries, Slots
+    from streamfold.client.observer import Observation, Phase
     from streamfold.client.request import CallRequest
     from streamfold.client.side_data import MissingSideData
 
@@ -51,6 +52,7 @@ class CallRunner:
         host_abort: read right before and right after each send, and watched during retry pauses. None: never set.
         retry_log: counts and logs failed tries.
         missing: notes the side data that was requested and not received.
+        observation: tells observers of it. None: there are none.
         on_done: called once, when the call has ended and everything is cleaned up.
 
     Attributes:
@@ -71,6 +73,7 @@ class CallRunner:
         host_abort: AbortSignal | None,
         retry_log: RetryLog,
         missing: MissingSideData,
+        observation: Observation | None,
         on_done: Callable[[CallRunner], object],
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -90,6 +93,7 @@ class CallRunner:
         self._host_abort = host_abort
         self._retry_log = retry_log
         self._missing = missing
+        self._observation = observation
         self._on_done = on_done
         self._pause_timer: asyncio.Handle | None = None
         self._ignore_host: Callable[[], None] | None = None  # ends the watch of the host's flag, after a pause
@@ -125,6 +129,29 @@ class CallRunner:
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far: int32 ``[n]``."""
         return self.ended.result().token_ids.copy() if self.ended.done() else self._attempt.token_ids()
+
+    def generation(self) -> Generation:
+        """What was received, when the call has ended."""
+        return self.ended.result()
+
+    def gaps(self) -> tuple[Durations, int]:
+        """The times between the tokens so far, of the current try, and how many reads brought them."""
+        return self._attempt.gaps()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the current try failed with; a retry may follow."""
+        return self._attempt.error
+
+    @property
+    def engine_name(self) -> str:
+        """The kind of server."""
+        return self._request.engine.name
+
+    @property
+    def base_url(self) -> str:
+        """Where requests are sent to."""
+        return str(self._request.base_url)
 
     @property
     def age(self) -> float:
@@ -238,6 +265,7 @@ class CallRunner:
     # Its course.
 
     def _queue_up(self) -> None:
+        self._tell("queue", time.monotonic())
         self._slot = slot = self._slots.request()
         slot.add_done_callback(self._on_slot)
 
@@ -276,6 +304,15 @@ class CallRunner:
                 waiter.set_result(None)
         self._watch_tokens()
 
+    def on_phase(self, phase: Phase) -> None:
+        """The try has begun a phase."""
+        now = time.monotonic()
+        self._tell(phase, min(now, self._attempt.first_token_at) if phase == "tokens" else now)
+
+    def _tell(self, phase: Phase, at: float) -> None:
+        if self._observation is not None:
+            self._observation.phase(self, phase, at)
+
     def on_over(self) -> None:
         """Nothing more of the try is sent or read."""
         if self._attempt.is_stale and not self.check_abort():
@@ -298,6 +335,7 @@ class CallRunner:
             return
         pause = self._retries.pause(self.tries, getattr(error, "retry_after", None))
         self._retry_log.add(self, error, pause)
+        self._tell("retry", time.monotonic())
         self._pause_timer = self._loop.call_later(pause, self._after_pause)
         if self._host_abort is not None:
             self._ignore_host = self._host_abort.subscribe(self.abort_soon, on_error=self._fail)
@@ -376,6 +414,8 @@ class CallRunner:
         if self.ended.done():
             return
         generation = self._missing.note(self._request, self._attempt.take())
+        if (timings := self._attempt.timings(self.started_at)) is not None:
+            generation._set_timings(timings)  # noqa: SLF001  # nobody has the generation yet
         error = self._attempt.error
         if self._is_aborting and self._may_retry(error):
             error = None  # the failure would have been retried: the abort ended the call
@@ -391,6 +431,8 @@ class CallRunner:
             self._retry_log.succeeded_at = self._ended_at
         del self._registry[self.rid]
         self.ended.set_result(generation)
+        if self._observation is not None:
+            self._observation.end(self, self._ended_at)
         for waiter in (*self._waiters, *self._token_waiters):
             if not waiter.done():
                 waiter.set_result(None)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from streamfold.client.abort_signal import AbortSignal
     from streamfold.client.drivers.base import Driver, Fields
     from streamfold.client.limits import Retries
+    from streamfold.client.observer import Observation
     from streamfold.client.request import CallRequest
     from streamfold.client.runner import RetryLog
     from streamfold.client.side_data import MissingSideData
@@ -103,6 +104,7 @@ class Session:
         retries: Retries,
         retry_log: RetryLog,
         missing: MissingSideData,
+        observation: Observation | None,
     ) -> CallRunner:
         """What runs the call of ``request``."""
         return CallRunner(
@@ -114,6 +116,7 @@ class Session:
             host_abort=host_abort,
             retry_log=retry_log,
             missing=missing,
+            observation=observation,
             on_done=self._on_done,
         )
 

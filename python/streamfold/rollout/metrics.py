@@ -8,6 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from streamfold.client.observer import Observer
+from streamfold.rollout.figures import CallTimes, Spread
+from streamfold.rollout.rewards import as_number
 from streamfold.rollout.tasks import Aborted
 from streamfold.samples.metadata import count_of
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from streamfold.client.observer import ObservedCall, Subject
     from streamfold.samples.sample import Sample
 
 __all__ = ["EventLoopLag", "RolloutStats"]
@@ -25,8 +29,8 @@ _LOST: Final = ("lost_side_data", "restarted_tokens")
 
 
 @dataclass
-class RolloutStats:
-    """Counts of one rollout, or of a pool since its metrics were last read.
+class RolloutStats(Observer):
+    """Counts of one rollout, or of a pool since its metrics were last read. Observes the calls that it makes.
 
     Attributes:
         groups: ``done``: given to the trainer. ``aborted``: unfinished at the end of the rollout. ``put_back``: of all
@@ -38,6 +42,10 @@ class RolloutStats:
         samples: generations that were started, of which ``resumed`` continued a response of an earlier rollout.
         aborted: generations that an abort has ended.
         retried: generations that were started again after the generate function had raised an error.
+        ended: samples of all groups that have ended, of which ``unfinished`` were not finished.
+        lengths: of the responses that the trainer got, in tokens, of which ``truncated`` are TRUNCATED.
+        reward: of their rewards, where these are numbers.
+        calls: times of the calls that have ended.
         timed_out: samples that were truncated at ``sample_seconds``.
         tokens: tokens that were received, including the lost ones.
         kept: of those, tokens of unfinished samples that a later rollout resumes.
@@ -61,6 +69,12 @@ class RolloutStats:
     aborted: int = 0
     retried: int = 0
     timed_out: int = 0
+    ended: int = 0
+    unfinished: int = 0
+    truncated: int = 0
+    lengths: Spread = field(default_factory=Spread)
+    reward: Spread = field(default_factory=Spread)
+    calls: CallTimes = field(default_factory=CallTimes)
     tokens: int = 0
     kept: int = 0
     lost: int = 0
@@ -105,6 +119,23 @@ class RolloutStats:
             self.resumes += more["resumed"]
             self.resumed_penalties += more["resumed_penalties"]
 
+    def on_end(self, call: ObservedCall, subject: Subject | None, at: float) -> None:
+        """A call of a generate function has ended."""
+        self.calls.on_end(call, subject, at)
+
+    def count_ended(self, samples: list[Sample], unfinished: int) -> None:
+        """Count the samples of a group that has ended."""
+        self.ended += len(samples)
+        self.unfinished += unfinished
+
+    def count_delivered(self, samples: list[Sample]) -> None:
+        """Count the samples of a group that the trainer gets."""
+        for sample in samples:
+            self.truncated += sample.status.name == "TRUNCATED"
+            self.lengths.add(sample.response_length)
+            if (reward := as_number(sample.reward)) is not None:
+                self.reward.add(reward)
+
     def explain_shortage(self) -> str:
         """Why there are fewer groups than the source gave, for the end of a log line; empty if nothing went wrong."""
         parts = []
@@ -121,7 +152,10 @@ class RolloutStats:
         vars(self).update(vars(RolloutStats(_running=self._running)))
 
     def metrics(self, lag: EventLoopLag) -> dict[str, float]:
-        """All counts and times under names like ``streamfold/tokens_per_second``."""
+        """All counts and times under their names in :data:`~streamfold.rollout.metric_names.METRICS`.
+
+        Figures of what there was none of are left out: percentiles without a call, rewards without a reward.
+        """
         groups = ("done", "aborted", "put_back", "fresh", "kept", "failed", "stale")
         values: dict[str, float] = {f"groups/{name}": self.groups[name] for name in groups}
         values["groups/dropped"] = self.dropped.total()
@@ -132,6 +166,8 @@ class RolloutStats:
             "samples/resumed": self.resumed,
             "samples/retried": self.retried,
             "samples/timed_out": self.timed_out,
+            "samples/aborted_ratio": self.unfinished / self.ended if self.ended else 0.0,
+            "samples/truncated_ratio": self.truncated / self.lengths.count if self.lengths.count else 0.0,
             "tokens/generated": self.tokens,
             "tokens/kept": self.kept,
             "tokens/lost": self.lost,
@@ -148,7 +184,12 @@ class RolloutStats:
             "staleness/max": max(self.staleness, default=0),
             "source_dry": self.is_dry,
             "drawn_out": self.is_drawn_out,
+            **self.calls.metrics(),
         }
+        if self.lengths.count:
+            values |= {"response_length/mean": self.lengths.mean, "response_length/max": self.lengths.max}
+        if self.reward.count:
+            values |= {f"reward/{name}": getattr(self.reward, name) for name in ("mean", "std", "max")}
         return {f"streamfold/{name}": float(value) for name, value in values.items()}
 
 

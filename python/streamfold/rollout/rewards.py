@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from streamfold.samples.sample import Sample
 
-__all__ = ["Rewards", "check_reward"]
+__all__ = ["Rewards", "as_number", "check_reward"]
 
 _logger = logging.getLogger("streamfold")
 
@@ -109,7 +109,7 @@ def check_reward(sample: Sample, reward: object, key: str | None = None) -> None
         ValueError: it is anything else; the message names the sample and what is wrong.
     """
     if isinstance(reward, dict):
-        numbers = {name: value for name, value in reward.items() if _as_number(value) is not None}
+        numbers = {name: value for name, value in reward.items() if as_number(value) is not None}
         if key is not None:
             numbers[key] = reward.get(key)
         if not numbers:
@@ -117,13 +117,13 @@ def check_reward(sample: Sample, reward: object, key: str | None = None) -> None
     else:
         numbers = {None: reward}
     for name, value in numbers.items():
-        number = _as_number(value)
+        number = as_number(value)
         if number is None or not math.isfinite(number):
             which = "" if name is None else f"[{name!r}]"
             raise ValueError(f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number")
 
 
-def _as_number(value: object) -> float | None:
+def as_number(value: object) -> float | None:
     """A number as a float; None for anything else, arrays of several numbers too."""
     is_array = getattr(value, "ndim", None) not in (None, 0)
     if is_array or isinstance(value, complex) or not hasattr(value, "__float__"):

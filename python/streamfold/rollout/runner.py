@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.limits import Slots
+from streamfold.client.observer import Observation, observed
 from streamfold.errors import StreamfoldError
 from streamfold.rollout.groups import (
     copy_indices,
@@ -17,7 +18,7 @@ from streamfold.rollout.groups import (
     samples_of,
     unfinished_samples,
 )  # fmt: skip
-from streamfold.rollout.rewards import check_reward
+from streamfold.rollout.rewards import as_number, check_reward
 from streamfold.rollout.spans import NO_SPANS
 from streamfold.rollout.tasks import AbortableTasks, Aborted, TimeLimit, wait_all
 from streamfold.samples.metadata import SECONDS, LastWrite, add_counts, metadata_of, own_metadata, remove_keys
@@ -25,10 +26,12 @@ from streamfold.samples.reset import shorten
 from streamfold.samples.routing import session_of
 from streamfold.samples.staleness import call_version, noting_versions
 from streamfold.samples.status import is_finished
+from streamfold.samples.subject import subject_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from streamfold.client.observer import Observer
     from streamfold.rollout.callbacks import Generate, Reward
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group
@@ -83,6 +86,7 @@ class GroupRunner:
         stats: counts.
         version: the rollout or weight version of now; None: that in which a group was started.
         spans: of a trainer's trace.
+        observers: are told of all calls and rewards, besides ``stats``.
 
     Attributes:
         tasks: the generate and reward functions that are running.
@@ -98,6 +102,7 @@ class GroupRunner:
         stats: RolloutStats,
         version: Callable[[], int] | None = None,
         spans: Spans = NO_SPANS,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._abort_signal: Final = AbortSignal()
         self.tasks: Final = AbortableTasks()
@@ -107,6 +112,7 @@ class GroupRunner:
         self._stats = stats
         self._version = version
         self._spans = spans
+        self._observers = (stats, *observers)
         self._slots = Slots(concurrency)
         self._limiter = RateLimiter(config.starts_per_ms)
         self._skips_rewards = False
@@ -124,7 +130,7 @@ class GroupRunner:
             return  # a finished group of an earlier rollout passes through untouched
         if self._config.max_staleness is not None:
             call_version.set(self._version or (lambda: outcome.version))  # in the context of this group's task
-        with self._spans.group(outcome.group):
+        with observed(*self._observers), self._spans.group(outcome.group):
             await _run_all([self._run_element(outcome, place) for place in range(len(outcome.group))])
             if self._config.group_reward and self._rewards is not None and not outcome.failures:
                 await self._judge_group(self._rewards, outcome)
@@ -246,8 +252,9 @@ class GroupRunner:
         started_at, spent = clock(), metadata_of(sample).get(SECONDS, 0.0)
         limit = TimeLimit(None if seconds is None else max(0.0, seconds - spent))
         try:
-            work = self._generate(sample, params, aborted=self._abort_signal)
-            made = await self.tasks.run(work, self._abort_mode_of(sample), owner=outcome, limit=limit)
+            with observed(subject=subject_of(sample)):
+                work = self._generate(sample, params, aborted=self._abort_signal)
+                made = await self.tasks.run(work, self._abort_mode_of(sample), owner=outcome, limit=limit)
         except Exception:
             if not limit.is_reached:
                 raise
@@ -332,8 +339,10 @@ class GroupRunner:
         if self._skips_rewards or not self._keeps_rewards(outcome.group):
             return
         try:
-            reward = await self.tasks.run(rewards.compute(sample), "reward", owner=outcome)
-            self._set_rewards([sample], [reward])
+            with Observation(self._observers, subject_of(sample)).work("reward") as notes:
+                reward = await self.tasks.run(rewards.compute(sample), "reward", owner=outcome)
+                self._set_rewards([sample], [reward])
+                notes["reward"] = as_number(sample.reward)
         except Aborted:
             pass  # computed when the group is taken again
         except Exception as error:  # noqa: BLE001  # a user's function
@@ -346,7 +355,8 @@ class GroupRunner:
         if self._skips_rewards or is_judged or unfinished_samples(samples) or not self._keeps_rewards(outcome.group):
             return
         try:
-            values = await self.tasks.run(rewards.compute(samples), "reward", owner=outcome)
+            with Observation(self._observers, subject_of(samples[0])).work("reward"):
+                values = await self.tasks.run(rewards.compute(samples), "reward", owner=outcome)
             if len(values) != len(samples):
                 raise ValueError(f"the reward function returned {len(values)} rewards for {len(samples)} samples")
             self._set_rewards(samples, values)

@@ -15,8 +15,9 @@ from streamfold.rollout.spans import NO_SPANS
 from streamfold.rollout.tasks import wait_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
+    from streamfold.client.observer import Observer
     from streamfold.rollout.callbacks import Generate
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group
@@ -47,6 +48,7 @@ class GroupScheduler:
         stats: counts.
         version: the rollout or weight version of now; None: that in which a group was started.
         spans: of a trainer's trace.
+        observers: are told of all calls and rewards.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class GroupScheduler:
         stats: RolloutStats,
         version: Callable[[], int] | None = None,
         spans: Spans = NO_SPANS,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._config = config
         self._abort_engines = abort_engines
@@ -68,7 +71,14 @@ class GroupScheduler:
         self._stats = stats
         self._loop = asyncio.get_running_loop()
         self._runner = GroupRunner(
-            config, generate, rewards=rewards, concurrency=concurrency, stats=stats, version=version, spans=spans
+            config,
+            generate,
+            rewards=rewards,
+            concurrency=concurrency,
+            stats=stats,
+            version=version,
+            spans=spans,
+            observers=observers,
         )
         self._running: dict[asyncio.Task[None], GroupOutcome] = {}
         self._outcomes: deque[GroupOutcome] = deque()

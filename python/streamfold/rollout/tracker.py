@@ -196,13 +196,16 @@ class GroupTracker:
             self.record_remaining(scheduler)
             raise
         for group, replacement in scheduler.abandon_running():
-            self._stats.lost += restart_samples(samples_of(replacement))
+            samples = samples_of(replacement)
+            self._stats.count_ended(samples, len(samples))
+            self._stats.lost += restart_samples(samples)
             self._forget(group)
             self._unfinished.append(replacement)
 
     def _classify(self, outcome: GroupOutcome, in_flight: int, *, is_wanted: bool) -> None:
         group = outcome.group
         self._ended += 1
+        self._stats.count_ended(samples_of(group), len(unfinished_samples(group)))
         if self._returns_all:
             mark_start(group, outcome.version)
         if outcome.failures:
@@ -240,6 +243,7 @@ class GroupTracker:
         """Count a group that the trainer gets, mask its stale tokens, and call ``done`` of the source."""
         self._stale.deliver(group, version)
         self._stats.groups["done"] += 1
+        self._stats.count_delivered(samples_of(group))
         self._stats.staleness.append(version - start_of(group, version))
         self._forget(group)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
+from streamfold.client.observer import observed, observers
 from streamfold.client.request import replaced
 from streamfold.engines.base import PROMPT_KEYS, expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
@@ -26,6 +27,7 @@ from streamfold.samples.routing import routed_headers
 from streamfold.samples.staleness import call_version, note_version
 from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import Verdict
+from streamfold.samples.subject import subject_of
 from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform, has_generated
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from streamfold._core import Generation
     from streamfold._types import SampleLike
     from streamfold.client.client import Client
+    from streamfold.client.observer import Subject
     from streamfold.samples.options import Resume
 
 __all__ = ["complete"]
@@ -178,6 +181,8 @@ class _Completion:
         self._has_experts = internals.experts is not None
         self._retries = internals.retries
         self._client_abort = internals.abort_signal
+        self._observers = internals.observers
+        self._subject: Subject | None = None  # of no interest to anybody
         self._host_abort = AbortSignal.of(options.aborted)
         self._sample = sample
         self._params = self._engine_spec.normalize_params(sampling_params)
@@ -217,6 +222,7 @@ class _Completion:
         self._headers = routed_headers(
             self._sample, options.headers, options.routing_header, self._engine_spec, self._client_headers
         )
+        self._subject = subject_of(self._sample) if observers(self._observers) else None
         if begins:
             turn.begin()
         verdict = turn.judge()
@@ -269,19 +275,20 @@ class _Completion:
         self._version = None if get_version is None else get_version()
         input_ids, extra = self._prompt()
         self._has_media = bool(extra.keys() & MEDIA_KEYS)
-        call = self._client.start(
-            input_ids,
-            self._remaining_params(),
-            logprobs=self._options.logprobs,
-            # Without the prompt's ids, the rows of routed experts could not be merged.
-            prompt_token_ids=input_ids is None
-            and (self._options.prompt_token_ids or (self._has_experts and not self._sample.tokens)),
-            # Where the engine makes more of the prompt (images), rows are not at the places of our tokens.
-            experts_start=kept_rows(self._sample) if self._has_experts and input_ids is not None else 0,
-            headers=self._headers,
-            extra=extra,
-            aborted=self._host_abort,
-        )
+        with observed(subject=self._subject):
+            call = self._client.start(
+                input_ids,
+                self._remaining_params(),
+                logprobs=self._options.logprobs,
+                # Without the prompt's ids, the rows of routed experts could not be merged.
+                prompt_token_ids=input_ids is None
+                and (self._options.prompt_token_ids or (self._has_experts and not self._sample.tokens)),
+                # Where the engine makes more of the prompt (images), rows are not at the places of our tokens.
+                experts_start=kept_rows(self._sample) if self._has_experts and input_ids is not None else 0,
+                headers=self._headers,
+                extra=extra,
+                aborted=self._host_abort,
+            )
         try:
             return self._outcome(await call, None, was_aborted=call.aborting)
         except StreamfoldError as error:

@@ -81,13 +81,17 @@
 //! | tokens of a stream | 256 more than `max_new_tokens`, or [`streamfold_core::Options::token_limit`] | [`Event::Overrun`], [`Event::Ended`], not reusable |
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 
+mod durations;
 mod exchange;
+mod gaps;
 #[cfg(target_os = "linux")]
 pub mod reactor;
 mod shared;
 
+pub use durations::Durations;
 pub use exchange::{
     Body, Event, Exchange, Expected, Failure, Head, Headers, Input, Method, ProtocolError, Request, RequestError,
     RequestHead, State, check_field,
 };
+pub use gaps::Gaps;
 pub use shared::Shared;

@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use streamfold_core::Generation;
 
 use crate::exchange::{Body, Event, Exchange, Expected, Head, Input, Request, RequestHead, State};
+use crate::gaps::Gaps;
 
 /// At most this much of a request is sent in one go, so that the sending of one does not keep others waiting.
 const MAX_SEND_BYTES: usize = 1 << 20;
@@ -35,6 +36,7 @@ pub struct Shared {
 
 struct Guarded {
     exchange: Exchange,
+    gaps: Gaps,
     /// It panicked: its state means nothing any more.
     is_broken: bool,
 }
@@ -57,7 +59,7 @@ impl Shared {
         let exchange = Exchange::new(request, expected);
         let never = f64::INFINITY.to_bits();
         Self {
-            guarded: Mutex::new(Guarded { exchange, is_broken: false }),
+            guarded: Mutex::new(Guarded { exchange, gaps: Gaps::default(), is_broken: false }),
             pinned,
             expects_stream: matches!(expected, Expected::Stream { .. }),
             comes_in_parts: !matches!(expected, Expected::Body { .. }),
@@ -170,6 +172,12 @@ impl Shared {
         f64::from_bits(self.last_token_at.load(Ordering::Acquire))
     }
 
+    /// The times between the tokens so far.
+    #[must_use]
+    pub fn gaps(&self) -> Gaps {
+        self.lock().gaps.clone()
+    }
+
     /// A copy of the tokens received so far; none after [`Shared::take`].
     #[must_use]
     pub fn token_ids(&self) -> Vec<i32> {
@@ -197,7 +205,9 @@ impl Shared {
     /// Bytes of memory held, the request's apart.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
-        size_of::<Self>() - size_of::<Exchange>() + self.lock().exchange.held_bytes()
+        let guarded = self.lock();
+        let gaps = guarded.gaps.durations().held_bytes();
+        size_of::<Self>() - size_of::<Exchange>() + guarded.exchange.held_bytes() + gaps
     }
 
     /// The request's body until it is no longer pinned.
@@ -238,6 +248,7 @@ impl Shared {
                 self.first_token_at.store(now.to_bits(), Ordering::Release);
             }
             self.last_token_at.store(now.to_bits(), Ordering::Release);
+            guarded.gaps.note(now, tokens - before);
             self.token_count.store(tokens, Ordering::Release);
         }
     }

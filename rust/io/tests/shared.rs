@@ -63,8 +63,24 @@ fn progress_is_stamped_with_the_time_of_the_read() {
     shared.receive(b"data: ", 4.0, &mut events);
     shared.receive(&event(2)[6..], 5.0, &mut events);
     assert_eq!((shared.token_count(), shared.first_token_at(), shared.last_token_at()), (2, 3.0, 5.0));
+    let gaps = shared.gaps();
+    assert_eq!((gaps.durations().count(), gaps.durations().sum(), gaps.reads()), (1, 2.0, 2));
     assert_eq!(shared.take().token_ids, [7, 7]);
     assert_eq!((shared.token_count(), shared.state()), (2, State::Closed));
+    assert_eq!(shared.gaps().durations().count(), 1, "after the tokens were taken, too");
+}
+
+#[test]
+fn gaps_take_no_memory_before_there_is_one() {
+    let shared = stream(Arc::new(*b"{}"));
+    let mut events = Vec::new();
+    shared.start(1.0, &mut events);
+    shared.send(1.0, &mut events, write_all);
+    shared.receive(HEAD, 2.0, &mut events);
+    shared.receive(&event(1), 3.0, &mut events);
+    assert_eq!(shared.gaps().durations().held_bytes(), 0);
+    shared.receive(&event(2), 4.0, &mut events);
+    assert!((1..=2048).contains(&shared.gaps().durations().held_bytes()));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use streamfold_io::{Body, Expected, Shared};
 
+use crate::durations::Durations;
 use crate::experts::Experts;
 use crate::generation::Generation;
 use crate::options::{StreamOptions, natural};
@@ -61,21 +62,17 @@ impl Exchange {
         Ok(Self::new(head, body, Expected::Stream { dialect, options }, options.experts))
     }
 
-    /// A request whose reply may be any: of its body ``max_bytes`` are kept, for :meth:`take_body`.
-    ///
-    /// Raises ``ValueError`` if ``max_bytes`` is negative.
+    /// A request whose reply may be any: of its body ``max_bytes``, 0 or more, are kept, for :meth:`take_body`.
     #[staticmethod]
     #[pyo3(signature = (head, body, *, max_bytes))]
     fn reply(head: &RequestHead, body: &Bound<'_, PyBytes>, max_bytes: i64) -> PyResult<Self> {
         Ok(Self::new(head, body, Expected::Body { max_bytes: natural("max_bytes", max_bytes)? }, None))
     }
 
-    /// As many requests as there are bodies, sent in one go (HTTP/1.1 pipelining), and their replies.
+    /// As many requests as there are bodies, at least one, sent in one go (HTTP/1.1 pipelining), and their replies.
     ///
     /// Replies with a status below 300 are passed over and counted in :attr:`passed`, up to the one that is reported as
     /// with :meth:`reply`: the last, or the first other one, or one after which the connection ends.
-    ///
-    /// Raises ``ValueError`` if ``bodies`` is empty or ``max_bytes`` is negative.
     #[staticmethod]
     #[pyo3(signature = (head, bodies, *, max_bytes))]
     #[allow(clippy::needless_pass_by_value, reason = "converted from a sequence")]
@@ -112,6 +109,12 @@ impl Exchange {
         self.shared.last_token_at()
     }
 
+    /// The times between the tokens so far, and how many reads brought them. After :meth:`take` too.
+    fn gaps(&self) -> (Durations, u32) {
+        let gaps = self.shared.gaps();
+        (gaps.durations().clone().into(), gaps.reads())
+    }
+
     /// Bytes of memory held, without the request's body.
     #[getter]
     fn held_bytes(&self) -> usize {
@@ -130,9 +133,7 @@ impl Exchange {
         self.shared.notify_at(count)
     }
 
-    /// Return the tokens and side data received so far. Works at any time; the stream is not read any further.
-    ///
-    /// The second call returns an empty generation, as does the first for a reply that is no stream.
+    /// Return what the stream has brought so far, at any time; it is not read any further. Empty the second time.
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
         let generation = self.shared.take();
         // After the exchange has let go of the body, so that it is freed here, and not by who drives the exchange.

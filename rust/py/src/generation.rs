@@ -83,6 +83,8 @@ pub(crate) struct Generation {
     /// More than one with speculative decoding, with a stream interval, and where the engine joined events.
     #[pyo3(get)]
     max_tokens_per_event: usize,
+    /// Set once, by the client, before anybody else has the generation.
+    timings: PyOnceLock<Py<PyAny>>,
     /// The members of `meta` as JSON. They are parsed at the first access.
     raw_meta: Vec<(String, String)>,
     meta: PyOnceLock<Py<PyDict>>,
@@ -94,7 +96,7 @@ impl Generation {
     #[pyo3(signature = (token_ids, logprobs=None, *, text=None, finish_reason=None, matched=None, routed_experts=None,
                         padded_rows=0, top_p=None, version_spans=None, prompt_token_ids=None, prompt_tokens=None,
                         cached_tokens=None, clamped_logprobs=0, missing=None, max_tokens_per_event=0,
-                        meta=None))]
+                        timings=None, meta=None))]
     #[allow(clippy::too_many_arguments, reason = "the fields of the contract")]
     fn new(
         py: Python<'_>,
@@ -113,6 +115,7 @@ impl Generation {
         clamped_logprobs: usize,
         missing: Option<Vec<String>>,
         max_tokens_per_event: usize,
+        timings: Option<Py<PyAny>>,
         meta: Option<Py<PyDict>>,
     ) -> PyResult<Self> {
         let token_ids = int32_array("token_ids", token_ids)?;
@@ -149,6 +152,10 @@ impl Generation {
         if let Some(meta) = meta {
             let _ = given.set(py, meta);
         }
+        let timed = PyOnceLock::new();
+        if let Some(timings) = timings {
+            let _ = timed.set(py, timings);
+        }
         Ok(Self {
             token_ids: token_ids.unbind(),
             logprobs: logprobs.map(Bound::unbind),
@@ -165,6 +172,7 @@ impl Generation {
             clamped_logprobs,
             missing: PyTuple::new(py, missing.unwrap_or_default())?.unbind(),
             max_tokens_per_event,
+            timings: timed,
             raw_meta: Vec::new(),
             meta: given,
         })
@@ -183,6 +191,17 @@ impl Generation {
             Ok::<_, PyErr>(parsed.cast_into::<PyDict>()?.unbind())
         })?;
         Ok(meta.bind(py).clone())
+    }
+
+    /// When the tokens came; no part of ``==``. None if no request was sent, and of a :class:`Parser` alone.
+    #[getter]
+    fn timings(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.timings.get(py).map(|timings| timings.clone_ref(py))
+    }
+
+    /// Set the timings, once: for the client, before anybody else has the generation.
+    fn _set_timings(&self, py: Python<'_>, timings: Py<PyAny>) -> PyResult<()> {
+        self.timings.set(py, timings).map_err(|_| PyValueError::new_err("the timings are set already"))
     }
 
     /// The arrays as torch tensors that share their memory. Imports torch.
@@ -229,6 +248,7 @@ impl Generation {
             clamped_logprobs,
             missing,
             max_tokens_per_event,
+            timings,
             raw_meta: _,
             meta: _,
         } = self;
@@ -247,11 +267,12 @@ impl Generation {
         kwargs.set_item("clamped_logprobs", clamped_logprobs)?;
         kwargs.set_item("missing", missing.bind(py).to_list())?; // of tuples only those of arrays are compared
         kwargs.set_item("max_tokens_per_event", max_tokens_per_event)?;
+        kwargs.set_item("timings", timings.get(py))?;
         kwargs.set_item("meta", self.meta(py)?)?;
         Ok((args, kwargs))
     }
 
-    /// Compares all fields; arrays bit by bit, so that a logprob of -0.0 does not equal 0.0.
+    /// Compares all fields but the timings; arrays bit by bit, so that a logprob of -0.0 does not equal 0.0.
     fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let Ok(other) = other.cast::<Self>() else { return Ok(py.NotImplemented()) };
         let is_equal = self.comparable(py)?.eq(other.get().comparable(py)?)?;
@@ -277,6 +298,7 @@ impl Generation {
             clamped_logprobs,
             missing,
             max_tokens_per_event,
+            timings,
             raw_meta: _,
             meta: _,
         } = self;
@@ -315,6 +337,9 @@ impl Generation {
         }
         if *max_tokens_per_event > 1 {
             counts.push(format!("max_tokens_per_event={max_tokens_per_event}"));
+        }
+        if let Some(timings) = timings.get(py) {
+            counts.push(timings.bind(py).str()?.to_string());
         }
         counts.push(format!("clamped_logprobs={clamped_logprobs}, meta={} keys", self.meta(py)?.len()));
         let count = token_ids.bind(py).len();
@@ -384,15 +409,17 @@ impl Generation {
             clamped_logprobs,
             missing: PyTuple::empty(py).unbind(),
             max_tokens_per_event,
+            timings: PyOnceLock::new(),
             raw_meta: meta,
             meta: PyOnceLock::new(),
         };
         Bound::new(py, generation)
     }
 
-    /// All fields as a list, with each array as its dtype, shape and bytes.
+    /// All fields that are compared as a list, with each array as its dtype, shape and bytes.
     fn comparable<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (args, kwargs) = self.__getnewargs_ex__(py)?;
+        kwargs.del_item("timings")?; // the same tokens at another time
         let fields = PyList::empty(py);
         let top_p = kwargs.get_item("top_p")?.and_then(|top_p| top_p.cast_into::<PyTuple>().ok());
         for field in args.iter().chain(kwargs.values().iter()).chain(top_p.iter().flatten()) {

@@ -1,6 +1,7 @@
 //! The Python binding of `streamfold-core` and `streamfold-io`: signatures, conversions, exceptions. It has no logic of its own.
 
 mod arrays;
+mod durations;
 mod errors;
 mod event;
 mod exchange;
@@ -26,6 +27,8 @@ mod _core {
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 
+    #[pymodule_export]
+    use crate::durations::Durations;
     #[pymodule_export]
     use crate::exchange::Exchange;
     #[pymodule_export]

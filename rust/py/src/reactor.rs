@@ -71,9 +71,7 @@ impl Reactor {
         self.with(py, |reactor| reactor.fileno(Lane::Ordinary)).unwrap_or(-1)
     }
 
-    /// The descriptor of the poll that is swept without a rest. -1 after :meth:`close`.
-    ///
-    /// It has what connects, sends, or receives a reply that is no stream, and what follows an abort.
+    /// The descriptor of the urgent poll: of what connects, sends, gets no stream, or follows an abort.
     fn urgent_fileno(&self, py: Python<'_>) -> i32 {
         self.with(py, |reactor| reactor.fileno(Lane::Urgent)).unwrap_or(-1)
     }
@@ -91,9 +89,7 @@ impl Reactor {
         self.open(py, |reactor| reactor.connect(address, port, scope_id))
     }
 
-    /// Connect to a Unix socket, and return the connection; ``"opened"`` follows.
-    ///
-    /// Raises ``BlockingIOError`` while the server's backlog is full, and ``OSError`` as :meth:`connect`.
+    /// As :meth:`connect`, to a Unix socket. Raises ``BlockingIOError`` while its backlog is full.
     #[allow(clippy::needless_pass_by_value, reason = "converted from str, bytes or a path")]
     fn connect_unix(&self, py: Python<'_>, path: std::path::PathBuf) -> PyResult<u64> {
         self.open(py, |reactor| reactor.connect_unix(path.as_os_str().as_encoded_bytes()))
@@ -101,10 +97,8 @@ impl Reactor {
 
     /// Agree on TLS over a connection that was opened and carries nothing yet; ``"secured"`` follows.
     ///
-    /// ``ssl_object`` is an ``ssl.SSLObject`` over the two ``ssl.MemoryBIO``. From now on the connection carries
-    /// ciphertext.
-    ///
-    /// Raises what ends the handshake, and then the connection is gone.
+    /// ``ssl_object`` is over the two ``ssl.MemoryBIO``. From now on the connection carries ciphertext. Raises what
+    /// ends the handshake, and then the connection is gone.
     fn start_tls(
         &self,
         py: Python<'_>,
@@ -153,8 +147,6 @@ impl Reactor {
     }
 
     /// Connect, send and read what the sockets of the urgent poll can, as :meth:`sweep`. Returns the events.
-    ///
-    /// The descriptor stays readable if sockets are left that have not had their turn.
     fn sweep_urgent<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.sweep_lane(py, Lane::Urgent)
     }

@@ -41,6 +41,25 @@ FRAMINGS = {"chunked": WHOLE, "sized": sized(BODY_OF_THREE), "until close": unti
 # Replies that come to their end.
 
 
+async def test_the_times_between_tokens_are_those_of_the_reads(way: Way) -> None:
+    go_on = asyncio.Event()
+    first, *others = map(chunk, events(3))
+    steps: Steps = [head(), first, go_on, *others, chunk(DONE), LAST_CHUNK, END]
+    async with way.replay(steps) as server, way.driving() as driver:
+        driven = Driven(driver, asked(server.url))
+        await driven.comes("first_token")
+        go_on.set()
+        await driven.ended()
+        exchange = driven.exchange
+        gaps, reads = exchange.gaps()
+        assert gaps.count == 2, "one for each token behind those of the first read"
+        assert gaps.sum == pytest.approx(exchange.last_token_at - exchange.first_token_at)
+        assert reads in {2, 3}
+        assert exchange.take().token_ids.tolist() == [1, 2, 3]
+        assert exchange.gaps()[0].count == 2
+        exchange.end()
+
+
 @pytest.mark.parametrize("drips", [False, True], ids=["at once", "single bytes"])
 @pytest.mark.parametrize("framing", FRAMINGS)
 async def test_a_stream_is_reported_by_its_changes_alone_however_it_is_framed_and_cut(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from streamfold._core import Generation
+    from streamfold._core import Durations, Generation
     from streamfold.client.urls import Origin
 
 __all__ = ["Driver", "Exchange", "Failure", "Fields", "Head", "HttpRequest", "Kind", "Listener"]
@@ -128,6 +128,12 @@ class Exchange(Protocol):
     @property
     def last_token_at(self) -> float:
         """When the last token was received, by ``time.monotonic()``; infinite before the first."""
+
+    def gaps(self) -> tuple[Durations, int]:
+        """The times between the tokens so far, and how many reads brought them. Also after :meth:`take`.
+
+        The tokens of one read share the time since the read before evenly; those of the first read have none.
+        """
 
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""

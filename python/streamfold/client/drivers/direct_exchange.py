@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from streamfold._core import Exchange, Generation
+    from streamfold._core import Durations, Exchange, Generation
     from streamfold.client.drivers.base import HttpRequest, Kind, Listener
     from streamfold.client.drivers.connector import Opened
     from streamfold.client.urls import Origin
@@ -93,6 +93,10 @@ class DirectExchange:
     def last_token_at(self) -> float:
         """When the last token was received, by ``time.monotonic()``; infinite before the first."""
         return self._core.last_token_at
+
+    def gaps(self) -> tuple[Durations, int]:
+        """The times between the tokens so far, and how many reads brought them."""
+        return self._core.gaps()
 
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from streamfold._core import Parser
+from streamfold._core import Durations, Parser
 from streamfold.client.drivers.base import Failure, Head
 from streamfold.client.drivers.httpx_connection import Connection, Stopped, new_transport
 from streamfold.errors import EngineError, StreamfoldError, StreamTruncated
@@ -116,6 +116,9 @@ class HttpxExchange:
         self._connection = Connection(transport, on_ready=self._on_ready)
         self._may_send = False
         self._parser = Parser(**(request.stream or {"dialect": "sglang"}))  # unused if the reply is no stream
+        self._gaps = Durations()
+        self._reads = 0  # that brought tokens
+        self._noticed = 0  # tokens
         self._notify_at = math.inf  # tokens
         self._taken = False
         self._is_rest = False  # what follows is no part of the generation
@@ -136,6 +139,10 @@ class HttpxExchange:
     def token_count(self) -> int:
         """Tokens received so far."""
         return self._parser.token_count
+
+    def gaps(self) -> tuple[Durations, int]:
+        """The times between the tokens so far, and how many reads brought them."""
+        return self._gaps, self._reads
 
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
@@ -287,8 +294,13 @@ class HttpxExchange:
 
     def _notice(self) -> None:
         """Report what the parser has found since it was last looked at."""
-        if self._parser.token_count:
-            self.last_token_at = time.monotonic()
+        if new := self._parser.token_count - self._noticed:
+            now = time.monotonic()
+            if self._reads:
+                self._gaps.add((now - self.last_token_at) / new, new)
+            self._noticed += new
+            self._reads += 1
+            self.last_token_at = now
             if self.first_token_at == math.inf:
                 self.first_token_at = self.last_token_at
                 self._report("first_token", None)
