@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("streamfold does not support Windows: it runs on Linux and macOS, and in WSL")
 
 from streamfold._core import Experts, Generation, Parser, __version__
 from streamfold.client.call import Call

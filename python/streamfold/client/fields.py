@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from streamfold._core import RequestHead
-from streamfold.client.arguments import check_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from streamfold.client.drivers.base import Fields
 
 __all__ = ["with_fields"]
@@ -26,7 +24,8 @@ def with_fields(fields: Fields, headers: Mapping[str, str] | None) -> Fields:
     """
     if headers is None:
         return fields
-    check_mapping("headers", headers, '{"X-Team": "math"}')
+    if not isinstance(headers, Mapping):  # which is not shown: it may hold a secret
+        raise TypeError(f'headers must be a mapping, such as {{"X-Team": "math"}}; not a {type(headers).__name__}')
     if not headers:
         return fields
     named = {name.lower(): (name, value) for name, value in fields}
@@ -38,7 +37,7 @@ def with_fields(fields: Fields, headers: Mapping[str, str] | None) -> Fields:
 
 def _check(name: str, value: str) -> None:
     if not isinstance(name, str) or not isinstance(value, str):
-        raise TypeError(f"the header {name!r} must be text, name and value; not {value!r}")
+        raise TypeError(f"the header {name!r} must be text, name and value; its value is a {type(value).__name__}")
     try:
         RequestHead.check_field(name, value)
     except UnicodeEncodeError:  # half of a surrogate pair, which Python's strings may hold

@@ -81,6 +81,9 @@
 //! | tokens of a stream | 256 more than `max_new_tokens`, or [`streamfold_core::Options::token_limit`] | [`Event::Overrun`], [`Event::Ended`], not reusable |
 //! | one event of a stream | [`streamfold_core::Options::max_event_bytes`] | [`Event::DecodeError`] |
 
+#[cfg(windows)]
+compile_error!("streamfold does not support Windows: build it on Linux or macOS, or in WSL");
+
 mod durations;
 mod exchange;
 mod gaps;
