@@ -125,6 +125,7 @@ def test_a_timeout_that_is_no_time_is_named_by_its_option(name: str, text: str) 
 
 def test_a_reward_is_imported_from_the_current_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text("class Of:\n    @staticmethod\n    def it(sample): return 1.0\nx = 3\n")
+    (tmp_path / "bad_rewards.py").write_text("def f(:")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = list(sys.path)
@@ -136,7 +137,8 @@ def test_a_reward_is_imported_from_the_current_folder_too(tmp_path: Path, monkey
         (":f", "is not MODULE:FUNCTION"),
         ("my_rewards:x", "my_rewards cannot be called: x"),
         ("my_rewards:Of.other", "my_rewards has no Of.other"),
-        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("bad_rewards:f", "SyntaxError: "),
     ):
         with pytest.raises(ValueError, match=f"^--reward {text}.*{re.escape(words)}"):
             reward_option(text)

@@ -7,6 +7,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from streamfold.cli.main import app
@@ -98,6 +99,21 @@ def test_a_warning_is_a_line_with_its_error_and_the_log_is_left_as_it_was(capfd:
         logger.info("unheard")
     assert (logger.level, logger.handlers) == before
     assert capfd.readouterr().err == f"it [failed]: KeyError: '{'x' * 100}'\n"
+
+
+def test_every_command_can_be_quiet_and_sum_up_as_json() -> None:
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]  # it is a group
+        options = {option for param in command.params for option in param.opts}
+        assert {"--json", "--quiet"} <= options, name
+
+
+def test_a_quiet_replay_says_with_its_code_whether_the_stream_is_whole() -> None:
+    streams = ROOT / "tests" / "data" / "cases"
+    whole = run("replay", streams / "01-unicode-line-separators.sse", "--logprobs", "-q")
+    assert (whole.exit_code, whole.output) == (0, "")
+    damaged = run("replay", streams / "25-nan-literal.sse", "--logprobs", "-q")
+    assert (damaged.exit_code, damaged.stdout) == (1, "")
+    assert "DecodeError" in damaged.stderr
 
 
 # JSON.

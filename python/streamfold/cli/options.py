@@ -96,8 +96,8 @@ def reward_option(text: str | None) -> RewardFunction | None:
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"--reward {text}: {error}") from error
+    except Exception as error:  # a user's module
+        raise ValueError(f"--reward {text}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
     function: Any = module

@@ -12,7 +12,7 @@ from rich.text import Text
 from streamfold._core import DIALECTS
 from streamfold.cli.console import console, errors, fail, print_json
 from streamfold.cli.options import EXPERTS_HELP, experts_option
-from streamfold.cli.printing import AsJson  # noqa: TC001  # typer reads the annotations
+from streamfold.cli.printing import AsJson, Quiet  # noqa: TC001  # typer reads the annotations
 from streamfold.cli.recording import Recording, surroundings
 from streamfold.errors import DecodeError
 
@@ -46,6 +46,7 @@ def command(
         str | None, typer.Option(help=f"Check the shape of the routed experts. {EXPERTS_HELP} Default: not checked.")
     ] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Parse a recorded stream, in the same pieces in which it was received, and print its content.
 
@@ -60,21 +61,28 @@ def command(
         fail(str(failure))
     if recording.status not in (None, 200):
         errors.print(f"HTTP {recording.status}: the response is an error, not a stream", style="red")
-    if not recording.request and logprobs is None and not as_json:
-        dialect_hint = "" if dialect else ", and --dialect if it is not a stream of SGLang"
-        console.print(
-            f"The request is unknown (there is no .json file): use --logprobs if it asked for them{dialect_hint}",
-        )
+    is_shown = not (as_json or quiet)
+    if is_shown and not recording.request and logprobs is None:
+        _print_hint(dialect)
     generation, error = recording.replay(parser)
     if as_json:
         print_json(_as_json(recording, generation, error))
-    else:
+    elif is_shown:
         _print_generation(generation, len(recording.body))
     if error is not None:
-        errors.print(f"\n{type(error).__name__}: {error}", style="red")
-        if isinstance(error, DecodeError):
-            errors.print(surroundings(recording.body, error))
+        _print_error(error, recording.body)
         raise typer.Exit(1)
+
+
+def _print_hint(dialect: str | None) -> None:
+    dialect_hint = "" if dialect else ", and --dialect if it is not a stream of SGLang"
+    console.print(f"The request is unknown (there is no .json file): use --logprobs if it asked for them{dialect_hint}")
+
+
+def _print_error(error: StreamfoldError, body: bytes) -> None:
+    errors.print(f"\n{type(error).__name__}: {error}", style="red")
+    if isinstance(error, DecodeError):
+        errors.print(surroundings(body, error))
 
 
 def _print_generation(generation: Generation, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from streamfold.cli.console import console, fail, import_loopback, print_json
-from streamfold.cli.printing import AsJson  # noqa: TC001  # typer reads the annotations
+from streamfold.cli.printing import AsJson, Quiet  # noqa: TC001  # typer reads the annotations
 
 __all__ = ["EXAMPLES", "command"]
 
@@ -71,6 +71,7 @@ def command(
         typer.Option(exists=True, dir_okay=False, help="JSON file with faults to inject, such as resets and errors."),
     ] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a loopback engine: the HTTP API of SGLang or vLLM with a deterministic mock model, without GPU or weights.
 
@@ -81,7 +82,7 @@ def command(
         loopback.serve(
             host=host,
             port=port,
-            on_ready=lambda url: _print_url(url, as_json=as_json),
+            on_ready=lambda url: _print_url(url, as_json=as_json, quiet=quiet),
             incremental=incremental,
             stream_interval=stream_interval,
             token_rate=token_rate,
@@ -99,8 +100,8 @@ def command(
         fail(f"cannot serve: {error}")
 
 
-def _print_url(url: str, *, as_json: bool) -> None:
+def _print_url(url: str, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json({"url": url})
-    else:
+    elif not quiet:
         console.print(f"Loopback engine at {url} (Ctrl-C stops it)")
