@@ -19,6 +19,7 @@ from streamfold.errors import DecodeError, EngineError, EngineTimeout, Streamfol
 
 if TYPE_CHECKING:
     from streamfold._types import SampleLike, Tokenizer
+    from streamfold.client.trace import Trace
     from streamfold.rollout.buffer import Buffer
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source, prompt_groups
@@ -59,6 +60,7 @@ __all__ = [
     "Timeouts",
     "Timings",
     "Tokenizer",
+    "Trace",
     "__version__",
     "append_observation",
     "complete",
@@ -80,6 +82,7 @@ _LATER = {
     "SampleLike": "_types",
     "Source": "rollout.groups",
     "Tokenizer": "_types",
+    "Trace": "client.trace",
     "append_observation": "samples.observation",
     "complete": "samples.completion",
     "merge": "samples.merging",

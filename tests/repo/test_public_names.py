@@ -10,8 +10,8 @@ EXPORTED = {
     "streamfold": """
         Buffer Call Client CompletionOptions DecodeError EngineError EngineTimeout Experts Generation Group Limits
         Opaque Parser Pool Retries Rollout RolloutConfig RolloutResult Running Sample SampleLike Source
-        StreamTruncated StreamfoldError Timeouts Timings Tokenizer __version__ append_observation complete merge
-        prompt_groups
+        StreamTruncated StreamfoldError Timeouts Timings Tokenizer Trace __version__ append_observation complete
+        merge prompt_groups
     """,
     "streamfold.slime": """
         SLIME append_observation close_rollout generate_rollout generate_rollout_async generate_streaming turn

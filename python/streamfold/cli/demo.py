@@ -11,6 +11,7 @@ from rich.table import Table
 from streamfold.cli.console import check_out, console, fail, import_loopback, print_json
 from streamfold.cli.demo_job import read_prompts, run, write
 from streamfold.cli.printing import AsJson, Quiet, Verbose, output
+from streamfold.client.trace import Trace
 from streamfold.rollout.atomic_file import save_error
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ def command(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Sampling seed: another seed generates other samples.")] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="File for a trace of all calls, which ui.perfetto.dev opens. Default: none."),
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -78,12 +83,23 @@ def command(
     try:
         texts = read_prompts(prompts)
         check_out(out)
+        timeline = None if trace is None else Trace(trace)
     except (OSError, ValueError) as error:
         fail(str(error))
     import_loopback()
     with output(verbose=verbose, quiet=quiet):
         on_step = (lambda _line: None) if as_json else console.print
-        report = run(texts, engine=engine, incremental=incremental, seed=seed, on_step=on_step, progress=not quiet)
+        report = run(
+            texts,
+            engine=engine,
+            incremental=incremental,
+            seed=seed,
+            trace=timeline,
+            on_step=on_step,
+            progress=not quiet,
+        )
+        if timeline is not None:
+            timeline.close()
         try:
             write(report.outcomes, out)
         except OSError as error:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from streamfold.client.trace import Trace
     from streamfold.loopback import Loopback
     from streamfold.loopback.core.reply import Reply
     from streamfold.rollout.groups import Group
@@ -190,6 +191,7 @@ def run(
     engine: Literal["sglang", "vllm"] = "sglang",
     incremental: bool = False,
     seed: int = 0,
+    trace: Trace | None = None,
     on_step: Callable[[str], object] = lambda _line: None,
     progress: bool = True,
 ) -> Report:
@@ -200,6 +202,7 @@ def run(
         engine: whose HTTP API the loopback engines have.
         incremental: whether each event holds only new tokens, or the whole response; vLLM's hold only new tokens.
         seed: of the sampling.
+        trace: of all calls.
         on_step: called with a line of text at each step.
         progress: whether the rollouts show their progress.
 
@@ -225,6 +228,7 @@ def run(
             stop_ids=(tokenizer.eos_token_id,),
             seed=seed,
             progress=progress,
+            trace=trace,
         )
         on_step(f"Two loopback engines behind a router at {router.url}: a deterministic mock model, real HTTP")
         on_step(

@@ -1,4 +1,4 @@
-"""The command line: ``streamfold demo | serve | rollout | record | replay``."""
+"""The command line: ``streamfold demo | serve | rollout | record | replay | trace``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from streamfold._core import __version__
-from streamfold.cli import demo, record, replay, rollout, serve
+from streamfold.cli import demo, record, replay, rollout, serve, trace
 from streamfold.cli.console import console
 
 __all__ = ["app"]
@@ -62,6 +62,7 @@ for _name, _command, _help in (
     ("rollout", rollout.command, "Generate samples for a file of prompts; rerun it to resume."),
     ("record", record.command, "Send one request, and save the response byte for byte."),
     ("replay", replay.command, "Parse a recorded stream, and show where it is damaged."),
+    ("trace", trace.command, "Draw the timeline of a rollout as a picture."),
     ("serve", serve.command, "Run a loopback engine, a mock of SGLang or vLLM, for tests."),
 ):
     _epilog = serve.EXAMPLES if _command is serve.command else None

@@ -25,6 +25,7 @@ from streamfold.cli.printing import AsJson, Quiet, Verbose, output
 from streamfold.cli.rollout_job import RolloutJob, report, show
 from streamfold.client.client import Client
 from streamfold.client.limits import Limits, Retries
+from streamfold.client.trace import Trace
 from streamfold.engines.detect import ENGINES
 from streamfold.errors import EngineError
 from streamfold.rollout.config import RolloutConfig
@@ -181,6 +182,10 @@ def command(
             min=1, help="Requests per sample at most: the first one, retries and resumes.", rich_help_panel=_REQUESTS
         ),
     ] = 6,
+    trace: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="File for a trace of all calls, which ui.perfetto.dev opens. Default: none."),
+    ] = None,
     timeout_connect: Annotated[
         str | None, typer.Option(metavar=_SECONDS, help="To open a connection. Default: 10.", rich_help_panel=_REQUESTS)
     ] = None,
@@ -240,6 +245,7 @@ def command(
         shape = experts_option(experts)
         judge = reward_option(reward)
         _check_prompts(plan, engine, shape)
+        timeline = None if trace is None else Trace(trace)
         client = Client(
             url,
             engine=engine,
@@ -256,6 +262,7 @@ def command(
             limits=Limits(calls=concurrency),
             retries=Retries(tries=tries),
             experts=shape,
+            trace=timeline,
         )
         config = RolloutConfig(
             groups=1,
@@ -275,6 +282,8 @@ def command(
 
             with output(verbose=verbose, quiet=quiet):
                 interrupted = asyncio.run(show(job, start, quiet=quiet))
+            if timeline is not None:
+                timeline.close()
     except (OSError, ValueError, EngineError) as error:  # EngineError: with auto, the engine could not be found out
         fail(str(error))
     with output(quiet=quiet):

@@ -17,7 +17,7 @@ from streamfold.client.call import Call
 from streamfold.client.drivers.choose import driver_factory
 from streamfold.client.fields import with_fields
 from streamfold.client.limits import Limits, Retries, Timeouts, check_seconds
-from streamfold.client.observer import Observation, observers, subject_of_context
+from streamfold.client.observer import Observation, all_observers, subject_of_context
 from streamfold.client.request import CallRequest
 from streamfold.client.runner import CallRunner, RetryLog
 from streamfold.client.session import Session
@@ -30,7 +30,7 @@ from streamfold.engines.token_ids import token_array
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     import httpx
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from streamfold._core import Experts
     from streamfold._types import Tokenizer
     from streamfold.client.drivers.base import Fields
+    from streamfold.client.observer import Observer
     from streamfold.client.session import Running
+    from streamfold.client.trace import Trace
     from streamfold.engines.base import EngineSpec, TokenIds
 
 __all__ = ["Client"]
@@ -78,6 +80,8 @@ class Client:
             their aborts.
         ssl_context: for ``https``, for example with a private certificate authority. None: the usual authorities. Your
             own transport has its own.
+        trace: what the calls do is written to it, see :class:`~streamfold.Trace`.
+        observers: are told of the phases and the end of each call, see :mod:`streamfold.telemetry`.
 
     Raises:
         ValueError: ``engine``, ``transport`` or ``clamped`` is unknown, ``base_url``, ``api_key`` or a header is
@@ -102,6 +106,8 @@ class Client:
         clamped: Literal["raise", "keep"] = "raise",
         transport: Literal["direct", "httpx"] | httpx.AsyncBaseTransport = "direct",
         ssl_context: ssl.SSLContext | None = None,
+        trace: Trace | None = None,
+        observers: Iterable[Observer] = (),
     ) -> None:
         if engine not in ENGINES and engine != "auto":
             raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}, auto")
@@ -129,6 +135,7 @@ class Client:
             experts=experts,
             tokenizer=tokenizer,
             header_names=frozenset(name.lower() for name in headers or ()),
+            observers=(*(() if trace is None else (trace,)), *observers),
         )
         self._retry_log = RetryLog()
         self._warned_params: set[str] = set()
@@ -267,7 +274,7 @@ class Client:
         return Call(runner)
 
     def _observation(self) -> Observation | None:
-        told = observers(self._internals.observers)
+        told = all_observers(self._internals.observers)
         return Observation(told, subject_of_context()) if told else None
 
     def _request(

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
     from streamfold._core import Durations, Generation
 
-__all__ = ["Observation", "ObservedCall", "Observer", "Phase", "Subject", "observed", "observers", "subject_of_context"]
+__all__ = [
+    "Observation",
+    "ObservedCall",
+    "Observer",
+    "Phase",
+    "Subject",
+    "all_observers",
+    "observed",
+    "subject_of_context",
+]
 
 _logger = logging.getLogger("streamfold")
 
@@ -109,16 +118,16 @@ _context: Final[ContextVar[_Context]] = ContextVar("streamfold_observed", defaul
 def observed(*more: Observer, subject: Subject | None = None) -> Iterator[None]:
     """Tell ``more`` observers of the calls that are started in this context, and what these are made for."""
     outer = _context.get()
-    token = _context.set(_Context(_unique((*outer.observers, *more)), subject or outer.subject))
+    token = _context.set(_Context(unique((*outer.observers, *more)), subject or outer.subject))
     try:
         yield
     finally:
         _context.reset(token)
 
 
-def observers(of_client: Iterable[Observer]) -> tuple[Observer, ...]:
+def all_observers(of_client: Iterable[Observer]) -> tuple[Observer, ...]:
     """Those of a client and of this context, each once."""
-    return _unique((*of_client, *_context.get().observers))
+    return unique((*of_client, *_context.get().observers))
 
 
 def subject_of_context() -> Subject | None:
@@ -126,7 +135,8 @@ def subject_of_context() -> Subject | None:
     return _context.get().subject
 
 
-def _unique(given: Iterable[Observer]) -> tuple[Observer, ...]:
+def unique(given: Iterable[Observer]) -> tuple[Observer, ...]:
+    """Each of them once."""
     return tuple({id(observer): observer for observer in given}.values())
 
 

@@ -16,6 +16,8 @@ from streamfold.samples.routing import AUTO, check_routing_header
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from streamfold.client.trace import Trace
+
 __all__ = ["RolloutConfig", "Stale"]
 
 Stale = Literal["keep_masked", "keep", "drop", "restart"]
@@ -104,6 +106,7 @@ class RolloutConfig:
             in flight, aborted and failed, the slowest call, and the time that is left. In a terminal or a notebook as a
             bar or a line that is redrawn; elsewhere, and in a pool, as one line each ten seconds in the log
             (``streamfold.progress``, level INFO).
+        trace: what the calls of the rollout and its rewards do is written to it, see :class:`~streamfold.Trace`.
 
     Raises:
         ValueError: a setting is invalid; the message names it.
@@ -142,6 +145,7 @@ class RolloutConfig:
     group_tries: int = 3
     max_groups_drawn: int | None = None
     progress: bool = True
+    trace: Trace | None = None
 
     def __post_init__(self) -> None:
         for names, least in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from streamfold.client._internal import totals_of
+from streamfold.client.observer import unique
 from streamfold.rollout.progress import ProgressView, RunState
 from streamfold.rollout.rewards import Rewards
 from streamfold.rollout.scheduler import GroupScheduler
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from streamfold.client.client import Client
+    from streamfold.client.observer import Observer
     from streamfold.rollout.callbacks import Filter, Generate, RewardFunction, SampleFilter
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source
@@ -86,6 +88,7 @@ class RolloutParts:
             stats=stats,
             version=version,
             spans=self.hooks.spans,
+            observers=self.observers,
         )
 
     def progress(
@@ -104,6 +107,13 @@ class RolloutParts:
 
         draws, is_shown = not self.hooks.shows_bar, self.config.progress
         return ProgressView(name, "groups", total, look, draws=draws, is_shown=is_shown)
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Those of the client, and the trace of the configuration."""
+        internals = getattr(self.client, "__client_internals__", None)  # a stand-in of a test has none
+        trace = () if self.config.trace is None else (self.config.trace,)
+        return unique((*(internals().observers if internals is not None else ()), *trace))
 
     async def count_engines(self) -> int:
         """How many engines there are, at least one."""

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streamfold.client.observer import Observation, Subject
 from streamfold.rollout.config import RolloutConfig
 from streamfold.rollout.generate import CompleteSample
 from streamfold.rollout.groups import count_tokens, samples_of, sort_key
@@ -153,11 +154,13 @@ class Rollout:
         scheduler = parts.scheduler(stats, rewards, await parts.count_engines())
         target, retried = parts.config.groups, parts.client.retried
         progress = parts.progress(f"rollout {rollout_id}", target, stats, tracker, lambda: len(scheduler))
-        with EventLoopLag() as lag, progress:
+        timeline = Observation(parts.observers, Subject("rollouts", "rollouts"))
+        with timeline.work(f"rollout {rollout_id}"), EventLoopLag() as lag, progress:
             try:
                 with StallWatch(tracker, stats, lambda: scheduler):
                     await self._collect(scheduler, tracker, rollout_id)
-                await scheduler.abort(keeps_rewards=tracker.keeps_rewards)
+                with timeline.work("abort", in_flight=len(scheduler)):
+                    await scheduler.abort(keeps_rewards=tracker.keeps_rewards)
                 tracker.record_remaining(scheduler)
                 groups = sorted(tracker.ready, key=sort_key)
                 if parts.sample_filter is not None:

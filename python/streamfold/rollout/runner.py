@@ -112,7 +112,7 @@ class GroupRunner:
         self._stats = stats
         self._version = version
         self._spans = spans
-        self._observers = (stats, *observers)
+        self._observers = tuple(observers)
         self._slots = Slots(concurrency)
         self._limiter = RateLimiter(config.starts_per_ms)
         self._skips_rewards = False
@@ -130,7 +130,7 @@ class GroupRunner:
             return  # a finished group of an earlier rollout passes through untouched
         if self._config.max_staleness is not None:
             call_version.set(self._version or (lambda: outcome.version))  # in the context of this group's task
-        with observed(*self._observers), self._spans.group(outcome.group):
+        with observed(self._stats, *self._observers), self._spans.group(outcome.group):
             await _run_all([self._run_element(outcome, place) for place in range(len(outcome.group))])
             if self._config.group_reward and self._rewards is not None and not outcome.failures:
                 await self._judge_group(self._rewards, outcome)

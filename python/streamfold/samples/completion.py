@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
-from streamfold.client.observer import observed, observers
+from streamfold.client.observer import all_observers, observed
 from streamfold.client.request import replaced
 from streamfold.engines.base import PROMPT_KEYS, expects_top_p
 from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
@@ -222,7 +222,7 @@ class _Completion:
         self._headers = routed_headers(
             self._sample, options.headers, options.routing_header, self._engine_spec, self._client_headers
         )
-        self._subject = subject_of(self._sample) if observers(self._observers) else None
+        self._subject = subject_of(self._sample) if all_observers(self._observers) else None
         if begins:
             turn.begin()
         verdict = turn.judge()

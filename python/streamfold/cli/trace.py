@@ -1,0 +1,31 @@
+"""``streamfold trace``: draws the timeline of a trace file as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from typing import Annotated
+
+import typer
+
+from streamfold.cli.console import console, fail
+from streamfold.cli.waterfall import Waterfall, draw, read_trace
+
+__all__ = ["command"]
+
+
+def command(
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Trace of streamfold rollout --trace, or of a Trace.")
+    ],
+    png: Annotated[Path, typer.Option(dir_okay=False, help="File for the picture.")],
+) -> None:
+    """Draw a trace as a picture: one row for each sample, with what it waited for.
+
+    The file itself opens at https://ui.perfetto.dev. Needs the extra plot.
+    """
+    try:
+        waterfall = Waterfall.of(read_trace(file))
+        draw(waterfall, png)
+    except (ImportError, OSError, ValueError) as error:
+        fail(str(error))
+    console.print(f"{len(waterfall.rows)} samples and calls are in {png}", soft_wrap=True)

@@ -1,0 +1,288 @@
+"""Trace: the timeline of calls as a file of Chrome trace events, which Perfetto and ``chrome://tracing`` open."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import weakref
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from streamfold.client.observer import Observer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from streamfold.client.observer import ObservedCall, Phase, Subject
+
+__all__ = ["Trace"]
+
+_MAX_LINES: Final = 1 << 14  # samples whose line is remembered; one that comes again later gets another line
+_COUNTER_SECONDS: Final = 0.01  # between two records of one engine's counters
+_COUNTED: Final[dict[str, tuple[Phase, ...]]] = {
+    "waiting": ("queue", "connect", "retry"),
+    "prefill": ("prefill",),
+    "tokens": ("tokens",),
+}
+_BEGIN: Final = b"[\n"
+_END: Final = b"\n]\n"
+
+
+class Trace(Observer):
+    """Writes what calls and samples do to a file, as they do it: open it at https://ui.perfetto.dev.
+
+    Each engine is a process of the trace, each sample a line of it, also over resumes and rollouts; a call that is
+    made for no sample has a line of its own. A line shows each call with its phases: ``queue`` (for a slot),
+    ``connect``, ``prefill`` (from the request to the first token), ``tokens``, ``abort``, ``drain``, ``retry`` (the
+    pause after a failed try); and resumes, changes of the weight version and rewards. Each engine has counters of the
+    calls in each phase.
+
+    A dozen records are written for a call, none for an event or token. Each is written at once, so that the file shows
+    what was waited for when the process was killed; it is then a JSON array without its closing bracket, which the
+    format allows.
+
+    ::
+
+        with Trace("trace.json") as trace:
+            async with Client(url, trace=trace) as client:
+                ...
+
+    Any number of clients and rollouts may share one, in one thread at a time. In a forked child it writes nothing.
+
+    Args:
+        path: the file, which is emptied.
+
+    Raises:
+        OSError: the file cannot be written, or another trace writes to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: Path = Path(path)
+        self._origin = time.monotonic()
+        self._file: int | None = _opened(self.path)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _finish, self._file, self._pid)
+        self._is_first = True
+        self._next_line = 1
+        self._engines: dict[str, _Engine] = {}
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # by sample, the latest ones
+        self._open: dict[int, _Open] = {}  # calls that have not ended
+
+    def __repr__(self) -> str:
+        return f"<Trace to {self.path}{'' if self._file is not None else ', closed'}>"
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"a Trace writes one file ({self.path}) in one process: it cannot be pickled or copied")
+
+    def close(self) -> None:
+        """End all calls that are open, and the file. Idempotent."""
+        if self._file is None:
+            return
+        now = time.monotonic()
+        with contextlib.suppress(OSError):  # a full disk: what was written stays
+            for opened in list(self._open.values()):
+                self._write(*opened.ends(self._at(now), {"open": True}))
+        self._open.clear()
+        self._file = None
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What calls do.
+
+    def on_phase(self, call: ObservedCall, subject: Subject | None, phase: Phase, at: float) -> None:
+        """Write the end of the phase before, and the beginning of this one."""
+        if self._file is None:
+            return
+        ts, opened = self._at(at), self._open.get(id(call))
+        if opened is None:
+            self._open[id(call)] = opened = self._begin(call, subject, self._at(call.started_at))
+        notes = {"error": str(call.failure)} if phase == "retry" and call.failure is not None else {}
+        records = opened.end_phase(ts, notes)
+        details = {"try": call.tries, "rid": call.rid} if phase == "connect" else {}
+        self._write(*records, opened.begin_phase(phase, ts, details))
+        self._count(opened.line.engine, at)
+
+    def on_end(self, call: ObservedCall, subject: Subject | None, at: float) -> None:  # noqa: ARG002
+        """Write the end of the call, with what it has brought."""
+        opened = self._open.pop(id(call), None)
+        if opened is None or self._file is None:
+            return
+        ts, generation, line = self._at(at), call.generation(), opened.line
+        line.is_busy = False
+        notes: dict[str, Any] = {"tokens": len(generation.token_ids), "finish_reason": generation.finish_reason}
+        if call.error is not None:
+            notes["error"] = str(call.error)
+        if generation.timings is not None and generation.timings.ttft is not None:
+            notes["ttft"] = generation.timings.ttft
+        versions = [version for version, _, _ in generation.version_spans if version is not None]
+        if versions:
+            notes["weight_versions"] = versions
+        records = opened.ends(ts, notes)
+        for version in versions:
+            if line.version not in (None, version):
+                records.append(line.instant("weight version", ts, {"from": line.version, "to": version}))
+            line.version = version
+        self._write(*records)
+        self._count(line.engine, at)
+
+    def on_work(self, subject: Subject, name: str, began_at: float, ended_at: float, notes: Mapping[str, Any]) -> None:
+        """Write what was done for a sample beside its calls."""
+        if self._file is None:
+            return
+        line = self._lines.get(subject.key)
+        if line is None:
+            line = self._line_of(subject, self._engine("streamfold"))
+        began = self._at(began_at)
+        record = line.record("X", name, began)
+        self._write({**record, "dur": round(max(0.0, self._at(ended_at) - began), 3), "args": dict(notes)})
+
+    # Lines.
+
+    def _begin(self, call: ObservedCall, subject: Subject | None, ts: float) -> _Open:
+        engine = self._engine(call.base_url)
+        line = self._line_of(subject, engine) if subject is not None else self._new_line(engine, f"call {call.rid}")
+        records: list[dict[str, Any]] = []
+        if line.calls:
+            records.append(line.instant("resume", ts, {"calls": line.calls}))
+        line.calls += 1
+        line.is_busy = True
+        self._write(*records, {**line.record("B", "call", ts), "args": {"rid": call.rid, "engine": call.engine_name}})
+        return _Open(line)
+
+    def _line_of(self, subject: Subject, engine: _Engine) -> _Line:
+        """The line of a sample at this engine; another one while a call for the sample is running there."""
+        line = self._lines.get(subject.key)
+        if line is None or line.engine is not engine or line.is_busy:
+            line = self._new_line(engine, subject.label)
+            self._lines[subject.key] = line
+        self._lines.move_to_end(subject.key)
+        while len(self._lines) > _MAX_LINES:
+            self._lines.popitem(last=False)
+        return line
+
+    def _new_line(self, engine: _Engine, label: str) -> _Line:
+        line = _Line(engine, self._next_line)
+        self._next_line += 1
+        self._write({**line.record("M", "thread_name", 0.0), "args": {"name": label}})
+        return line
+
+    def _engine(self, url: str) -> _Engine:
+        engine = self._engines.get(url)
+        if engine is None:
+            engine = self._engines[url] = _Engine(len(self._engines) + 1)
+            self._write(
+                {"ph": "M", "name": "process_name", "ts": 0.0, "pid": engine.pid, "tid": 0, "args": {"name": url}}
+            )
+        return engine
+
+    def _count(self, engine: _Engine, at: float) -> None:
+        """Write how many calls are in each phase, unless that was written a moment ago and calls are left."""
+        if at - engine.counted_at >= _COUNTER_SECONDS or not any(engine.calls.values()):
+            engine.counted_at = at
+            args = {name: sum(engine.calls[phase] for phase in phases) for name, phases in _COUNTED.items()}
+            self._write({"ph": "C", "name": "calls", "ts": self._at(at), "pid": engine.pid, "tid": 0, "args": args})
+
+    # The file.
+
+    def _at(self, seconds: float) -> float:
+        """A time in microseconds from the beginning of the trace."""
+        return round(max(0.0, seconds - self._origin) * 1e6, 3)
+
+    def _write(self, *records: Mapping[str, Any]) -> None:
+        if self._file is None or os.getpid() != self._pid:
+            return
+        text = b"\n,".join(map(orjson.dumps, records))
+        data = text if self._is_first else b"\n," + text
+        self._is_first = False
+        while data:
+            data = data[os.write(self._file, data) :]
+
+
+@dataclass
+class _Engine:
+    """A process of the trace."""
+
+    pid: int
+    counted_at: float = float("-inf")
+    calls: Counter[Phase] = field(default_factory=Counter)
+
+
+@dataclass
+class _Line:
+    """A thread of the trace."""
+
+    engine: _Engine
+    tid: int
+    calls: int = 0
+    is_busy: bool = False
+    version: str | None = None
+
+    def record(self, kind: str, name: str, ts: float) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "ts": ts, "pid": self.engine.pid, "tid": self.tid, "cat": "streamfold"}
+
+    def instant(self, name: str, ts: float, args: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self.record("i", name, ts), "s": "t", "args": args}
+
+
+@dataclass
+class _Open:
+    """A call that has not ended."""
+
+    line: _Line
+    phase: Phase | None = field(default=None)
+
+    def begin_phase(self, phase: Phase, ts: float, args: Mapping[str, Any]) -> dict[str, Any]:
+        self.phase = phase
+        self.line.engine.calls[phase] += 1
+        return {**self.line.record("B", phase, ts), "args": args}
+
+    def end_phase(self, ts: float, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        phase, self.phase = self.phase, None
+        if phase is None:
+            return []
+        self.line.engine.calls[phase] -= 1
+        return [{**self.line.record("E", phase, ts), "args": args}]
+
+    def ends(self, ts: float, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [*self.end_phase(ts, {}), {**self.line.record("E", "call", ts), "args": args}]
+
+
+def _opened(path: Path) -> int:
+    """Open the file for this process alone, and empty it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.write(file, _BEGIN)
+    except BlockingIOError as error:
+        os.close(file)
+        raise BlockingIOError(error.errno, "another trace is being written to this file", str(path)) from None
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _finish(file: int, pid: int) -> None:
+    """Close the array and the file; in a forked child the file alone."""
+    try:
+        if os.getpid() == pid:
+            os.write(file, _END)
+    finally:
+        os.close(file)
