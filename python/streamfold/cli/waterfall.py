@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from matplotlib.axes import Axes
+
 __all__ = ["Row", "Waterfall", "draw", "read_trace"]
 
 _COLORS: Final = {
@@ -24,7 +26,8 @@ _COLORS: Final = {
     "retry": "#ffe66d",
     "reward": "#41ab5d",
 }
-_MARKS: Final = {"resume": (">", "#08306b"), "weight version": ("|", "#000000")}
+_SHADE: Final = "#08306b"
+_MARKS: Final = {"resume": (">", _SHADE), "weight version": ("|", "#000000")}
 _MAX_INCHES: Final = 12.0
 
 
@@ -41,6 +44,26 @@ class Row:
     label: str = ""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     marks: list[tuple[str, float]] = field(default_factory=list)
+    _begun: list[tuple[str, float]] = field(default_factory=list, repr=False)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the next record of this line."""
+        kind, name, at = record["ph"], record["name"], record["ts"] * 1e-6
+        if kind == "M" and name == "thread_name":
+            self.label = record["args"]["name"]
+        elif kind == "B":
+            self._begun.append((name, at))
+        elif kind == "E" and self._begun:
+            self.spans.append((*self._begun.pop(), at))
+        elif kind == "X":
+            self.spans.append((name, at, at + record["dur"] * 1e-6))
+        elif kind == "i":
+            self.marks.append((name, at))
+
+    def end(self, at: float) -> None:
+        """End the spans that were not ended."""
+        self.spans += [(name, began, at) for name, began in self._begun]
+        self._begun.clear()
 
 
 @dataclass
@@ -59,25 +82,12 @@ class Waterfall:
     def of(cls, records: Iterable[dict[str, Any]]) -> Waterfall:
         """Pair the begins and ends of records. A span that was never ended reaches to the last record."""
         rows: defaultdict[tuple[int, int], Row] = defaultdict(Row)
-        begun: defaultdict[tuple[int, int], list[tuple[str, float]]] = defaultdict(list)
         last = 0.0
         for record in records:
-            place, at, kind = (record["pid"], record["tid"]), record["ts"] * 1e-6, record["ph"]
-            last = max(last, at + record.get("dur", 0.0) * 1e-6)
-            row = rows[place]
-            if kind == "M" and record["name"] == "thread_name":
-                row.label = record["args"]["name"]
-            elif kind == "B":
-                begun[place].append((record["name"], at))
-            elif kind == "E" and begun[place]:
-                name, began = begun[place].pop()
-                row.spans.append((name, began, at))
-            elif kind == "X":
-                row.spans.append((record["name"], at, at + record["dur"] * 1e-6))
-            elif kind == "i":
-                row.marks.append((record["name"], at))
-        for place, left in begun.items():
-            rows[place].spans += [(name, began, last) for name, began in left]
+            rows[record["pid"], record["tid"]].add(record)
+            last = max(last, record["ts"] + record.get("dur", 0.0))
+        for row in rows.values():
+            row.end(last * 1e-6)
         overall = [span for row in rows.values() if row.label == "rollouts" for span in row.spans]
         kept = [row for row in rows.values() if row.spans and row.label != "rollouts"]
         return cls(sorted(kept, key=lambda row: min(began for _, began, _ in row.spans)), overall)
@@ -124,25 +134,13 @@ def draw(waterfall: Waterfall, path: Path) -> None:
     figure = Figure(figsize=(10.0, min(_MAX_INCHES, 1.6 + 0.06 * len(rows))), layout="constrained")
     axes = figure.add_subplot()
     for name, color in _COLORS.items():
-        boxes = [
-            [(began, y - 0.4), (ended, y - 0.4), (ended, y + 0.4), (began, y + 0.4)]
-            for y, row in enumerate(rows)
-            for each, began, ended in row.spans
-            if each == name
-        ]
-        if boxes:
+        if boxes := list(_boxes(rows, name)):
             axes.add_collection(PolyCollection(boxes, facecolors=color, edgecolors="none", label=name))
     for name, (marker, color) in _MARKS.items():
-        points = [(at, y) for y, row in enumerate(rows) for each, at in row.marks if each == name]
-        if points:
+        if points := [(at, y) for y, row in enumerate(rows) for each, at in row.marks if each == name]:
             x, y = zip(*points, strict=True)
             axes.scatter(x, y, s=14, marker=marker, c=color, linewidths=0.8, label=name, zorder=3)
-    for name, began, ended in waterfall.overall:
-        is_abort = name == "abort"
-        axes.axvspan(began, ended, color=_COLORS["abort"] if is_abort else "#08306b", alpha=0.12 if is_abort else 0.03)
-        if not is_abort:
-            axes.annotate(name, (began, 1.0), xycoords=("data", "axes fraction"), xytext=(2, 3),
-                          textcoords="offset points", fontsize=8)  # fmt: skip
+    _shade(axes, waterfall.overall)
     axes.set(xlabel="seconds", ylabel=f"{len(rows)} samples", ylim=(len(rows), -1))
     axes.set_yticks([])
     axes.autoscale(axis="x")
@@ -150,3 +148,21 @@ def draw(waterfall: Waterfall, path: Path) -> None:
     if rows:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     figure.savefig(path, dpi=100, format="png", metadata={"Software": "streamfold"})
+
+
+def _boxes(rows: Iterable[Row], name: str) -> Iterator[list[tuple[float, float]]]:
+    """The corners of all spans of that name."""
+    for y, row in enumerate(rows):
+        for each, began, ended in row.spans:
+            if each == name:
+                yield [(began, y - 0.4), (ended, y - 0.4), (ended, y + 0.4), (began, y + 0.4)]
+
+
+def _shade(axes: Axes, overall: Iterable[tuple[str, float, float]]) -> None:
+    """Shade and name whole rollouts, and shade their aborts."""
+    for name, began, ended in overall:
+        if name == "abort":
+            axes.axvspan(began, ended, color=_COLORS[name], alpha=0.12)
+        else:
+            axes.axvspan(began, ended, color=_SHADE, alpha=0.03)
+            axes.text(began, 1.01, f" {name}", fontsize=8, transform=axes.get_xaxis_transform())

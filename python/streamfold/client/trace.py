@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import fcntl
+import logging
 import os
 import time
 import weakref
@@ -17,15 +18,19 @@ import orjson
 from streamfold.client.observer import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from streamfold._core import Generation
     from streamfold.client.observer import ObservedCall, Phase, Subject
 
 __all__ = ["Trace"]
 
+_logger = logging.getLogger("streamfold")
+
+_MAX_PENDING: Final = 1000  # records
 _MAX_LINES: Final = 1 << 14  # samples whose line is remembered; one that comes again later gets another line
 _COUNTER_SECONDS: Final = 0.01  # between two records of one engine's counters
 _COUNTED: Final[dict[str, tuple[Phase, ...]]] = {
@@ -46,9 +51,9 @@ class Trace(Observer):
     pause after a failed try); and resumes, changes of the weight version and rewards. Each engine has counters of the
     calls in each phase.
 
-    A dozen records are written for a call, none for an event or token. Each is written at once, so that the file shows
-    what was waited for when the process was killed; it is then a JSON array without its closing bracket, which the
-    format allows.
+    A dozen records are written for a call, none for an event or token. They are written in the next pass of the event
+    loop, so that the file shows what was waited for when the process was killed; it is then a JSON array without its
+    closing bracket, which the format allows.
 
     ::
 
@@ -72,6 +77,8 @@ class Trace(Observer):
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _finish, self._file, self._pid)
         self._is_first = True
+        self._pending: list[bytes] = []
+        self._flushing_in: asyncio.AbstractEventLoop | None = None
         self._next_line = 1
         self._engines: dict[str, _Engine] = {}
         self._lines: OrderedDict[str, _Line] = OrderedDict()  # by sample, the latest ones
@@ -88,10 +95,10 @@ class Trace(Observer):
         if self._file is None:
             return
         now = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk: what was written stays
-            for opened in list(self._open.values()):
-                self._write(*opened.ends(self._at(now), {"open": True}))
+        for opened in list(self._open.values()):
+            self._write(*opened.ends(self._at(now), {"open": True}))
         self._open.clear()
+        self._flush()
         self._file = None
         self._finalizer()
 
@@ -125,20 +132,8 @@ class Trace(Observer):
             return
         ts, generation, line = self._at(at), call.generation(), opened.line
         line.is_busy = False
-        notes: dict[str, Any] = {"tokens": len(generation.token_ids), "finish_reason": generation.finish_reason}
-        if call.error is not None:
-            notes["error"] = str(call.error)
-        if generation.timings is not None and generation.timings.ttft is not None:
-            notes["ttft"] = generation.timings.ttft
         versions = [version for version, _, _ in generation.version_spans if version is not None]
-        if versions:
-            notes["weight_versions"] = versions
-        records = opened.ends(ts, notes)
-        for version in versions:
-            if line.version not in (None, version):
-                records.append(line.instant("weight version", ts, {"from": line.version, "to": version}))
-            line.version = version
-        self._write(*records)
+        self._write(*opened.ends(ts, _notes(call, generation, versions)), *line.updates(versions, ts))
         self._count(line.engine, at)
 
     def on_work(self, subject: Subject, name: str, began_at: float, ended_at: float, notes: Mapping[str, Any]) -> None:
@@ -205,13 +200,33 @@ class Trace(Observer):
         return round(max(0.0, seconds - self._origin) * 1e6, 3)
 
     def _write(self, *records: Mapping[str, Any]) -> None:
+        """Write records in the next pass of the event loop, together with what else comes in this one."""
         if self._file is None or os.getpid() != self._pid:
             return
-        text = b"\n,".join(map(orjson.dumps, records))
+        self._pending += map(orjson.dumps, records)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._flush()
+            return
+        if self._flushing_in is not loop or len(self._pending) >= _MAX_PENDING:
+            self._flushing_in = loop
+            loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing_in = None
+        pending, self._pending = self._pending, []
+        if self._file is None or not pending:
+            return
+        text = b"\n,".join(pending)
         data = text if self._is_first else b"\n," + text
         self._is_first = False
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            self._file = None
+            _logger.warning("the trace %s ends here, as it cannot be written: %s", self.path, error)
 
 
 @dataclass
@@ -235,6 +250,13 @@ class _Line:
 
     def record(self, kind: str, name: str, ts: float) -> dict[str, Any]:
         return {"ph": kind, "name": name, "ts": ts, "pid": self.engine.pid, "tid": self.tid, "cat": "streamfold"}
+
+    def updates(self, versions: Sequence[str], ts: float) -> Iterator[dict[str, Any]]:
+        """Marks where the weight version is another than before."""
+        for version in versions:
+            if self.version not in (None, version):
+                yield self.instant("weight version", ts, {"from": self.version, "to": version})
+            self.version = version
 
     def instant(self, name: str, ts: float, args: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.record("i", name, ts), "s": "t", "args": args}
@@ -261,6 +283,16 @@ class _Open:
 
     def ends(self, ts: float, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [*self.end_phase(ts, {}), {**self.line.record("E", "call", ts), "args": args}]
+
+
+def _notes(call: ObservedCall, generation: Generation, versions: list[str]) -> dict[str, Any]:
+    """What a call has brought, at its end."""
+    notes: dict[str, Any] = {"tokens": len(generation.token_ids), "finish_reason": generation.finish_reason}
+    if call.error is not None:
+        notes["error"] = str(call.error)
+    if generation.timings is not None and generation.timings.ttft is not None:
+        notes["ttft"] = generation.timings.ttft
+    return {**notes, "weight_versions": versions} if versions else notes
 
 
 def _opened(path: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from streamfold._core import Durations
 from streamfold.client.observer import Observer
@@ -38,6 +38,10 @@ class Spread:
     def std(self) -> float:
         """The standard deviation of the numbers themselves, not an estimate from a part of them."""
         return math.sqrt(max(0.0, self._squares / self.count)) if self.count else 0.0
+
+    def metrics(self, name: str, *figures: Literal["mean", "std", "max"]) -> dict[str, float]:
+        """Some of the figures under names like ``reward/mean``; none if there are no numbers."""
+        return {f"{name}/{figure}": getattr(self, figure) for figure in figures} if self.count else {}
 
 
 @dataclass

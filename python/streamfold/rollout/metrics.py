@@ -166,8 +166,8 @@ class RolloutStats(Observer):
             "samples/resumed": self.resumed,
             "samples/retried": self.retried,
             "samples/timed_out": self.timed_out,
-            "samples/aborted_ratio": self.unfinished / self.ended if self.ended else 0.0,
-            "samples/truncated_ratio": self.truncated / self.lengths.count if self.lengths.count else 0.0,
+            "samples/aborted_ratio": self.unfinished / max(1, self.ended),
+            "samples/truncated_ratio": self.truncated / max(1, self.lengths.count),
             "tokens/generated": self.tokens,
             "tokens/kept": self.kept,
             "tokens/lost": self.lost,
@@ -185,11 +185,9 @@ class RolloutStats(Observer):
             "source_dry": self.is_dry,
             "drawn_out": self.is_drawn_out,
             **self.calls.metrics(),
+            **self.lengths.metrics("response_length", "mean", "max"),
+            **self.reward.metrics("reward", "mean", "std", "max"),
         }
-        if self.lengths.count:
-            values |= {"response_length/mean": self.lengths.mean, "response_length/max": self.lengths.max}
-        if self.reward.count:
-            values |= {f"reward/{name}": getattr(self.reward, name) for name in ("mean", "std", "max")}
         return {f"streamfold/{name}": float(value) for name, value in values.items()}
 
 
