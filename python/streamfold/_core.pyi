@@ -92,6 +92,8 @@ class Durations:
         """Their sum."""
     def quantile(self, share: float) -> float | None:
         """The duration that a ``share`` of all, 0 to 1, does not exceed; None if there are none."""
+    def below(self, seconds: float) -> int:
+        """How many are shorter than ``seconds``: exactly where that is a power of two."""
 
 @final
 class Exchange:

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 PACKAGE = ROOT / "python" / "streamfold"
 # Used only on values of their own types, which nobody has without them.
 OPTIONAL = {"torch", "PIL"}
-# By the extra that brings them, the modules that import them, and nobody else.
-OF_EXTRAS = {"plot": ("cli/waterfall.py", "matplotlib")}
+# By the extra: the one module that imports it, the name there, and the distribution.
+OF_EXTRAS = {
+    "otel": ("telemetry/otel.py", "opentelemetry", "opentelemetry-api"),
+    "plot": ("cli/waterfall.py", "matplotlib", "matplotlib"),
+    "prometheus": ("telemetry/prometheus.py", "prometheus_client", "prometheus-client"),
+}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -46,17 +50,19 @@ def test_every_package_that_is_imported_is_declared_where_it_is_needed(part: str
     names = {name for path in paths for name in imported(path)} - sys.stdlib_module_names - {"streamfold"}
     assert names >= ({"h11"} if is_loopback else {"httpx"})
     known = declared("dependencies") | (declared("loopback") if is_loopback else {})
-    of_extras = set() if is_loopback else {package for _, package in OF_EXTRAS.values()}
+    of_extras = set() if is_loopback else {name for _, name, _ in OF_EXTRAS.values()}
     assert names - OPTIONAL - known.keys() == of_extras
 
 
 @pytest.mark.parametrize("extra", OF_EXTRAS)
 def test_a_package_of_an_extra_is_imported_in_one_module_alone(extra: str) -> None:
-    module, package = OF_EXTRAS[extra]
-    assert package in declared(extra)
-    importing = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if package in imported(path)}
+    module, name, distribution = OF_EXTRAS[extra]
+    importing = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if name in imported(path)}
     assert importing == {module}
-    assert declared("test")[package] == declared(extra)[package]
+    (bounds,) = declared(extra).values()
+    assert declared(extra) == {distribution: bounds}
+    tested = declared("test")
+    assert tested.get(distribution, tested.get("opentelemetry-sdk")) == bounds
 
 
 def test_the_tests_run_under_the_newest_uvicorn_that_the_loopback_extra_allows() -> None:

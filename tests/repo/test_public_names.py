@@ -20,6 +20,7 @@ EXPORTED = {
         VIME append_observation close_rollout generate_rollout generate_rollout_async generate_streaming turn
     """,
     "streamfold.miles": "MILES append_observation generate_streaming generate_streaming_legacy turn",
+    "streamfold.telemetry": "OpenTelemetry PrometheusCollector",
     "streamfold.loopback": """
         Config Engine Faults Loopback MockTokenizer Router SeenRequest Stats create_app serve undisturbed
     """,

@@ -207,12 +207,14 @@ class Attempt(Progress):
     def _on(self, event: Event) -> None:
         """Make the transition that the table names."""
         self._state, actions = TABLE[self._state][event]
-        phase = PHASES.get(self._state)
+        self._tell(PHASES.get(self._state))
+        for action in actions:
+            self._actions[action](self)
+
+    def _tell(self, phase: CallPhase | None) -> None:
         if phase is not None and phase != self._phase_of_call and self._owner is not None:
             self._phase_of_call = phase
             self._owner.on_phase(phase)
-        for action in actions:
-            self._actions[action](self)
 
     def _send(self) -> None:
         """Nothing is awaited between the look at the host's flag and the first byte."""
@@ -436,6 +438,7 @@ class Attempt(Progress):
 
     def _arm_drain(self) -> None:
         if self._drain > 0:
+            self._tell("drain")
             self._control.draining += 1
             self._is_draining = True
             self._drain_until = asyncio.get_running_loop().time() + self._longest_drain

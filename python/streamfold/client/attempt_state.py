@@ -151,14 +151,13 @@ ABORTING = frozenset(
     }
 )
 
-#: What observers of the call are told of a state; of one that is not here, nothing.
+#: What observers of the call are told of a state; of one that is not here, nothing. A drain is told if it takes time.
 PHASES: Mapping[State, Phase] = {
     State.CONNECTING: "connect",
     State.HEAD: "prefill",
     State.STREAMING: "tokens",
     **dict.fromkeys((State.ABORT_DRAIN, State.ABORT_CLOSE, State.ABORT_UNREAD), "abort"),
     **dict.fromkeys((State.ABORT_CLOSED, State.ABORT_ENDED), "abort"),
-    State.DRAINING: "drain",
 }
 
 _HEADS = (Event.HEAD_STREAM, Event.HEAD_REFUSED, Event.HEAD_UNREADABLE)

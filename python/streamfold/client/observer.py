@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from streamfold._core import Durations, Generation
 
@@ -79,6 +79,10 @@ class ObservedCall(Protocol):
     def rid(self) -> str: ...  # noqa: D102
     @property
     def engine_name(self) -> str: ...  # noqa: D102
+    @property
+    def server(self) -> tuple[str, int]:
+        """Address and port of the server."""
+
     @property
     def base_url(self) -> str: ...  # noqa: D102
     @property
@@ -159,15 +163,14 @@ class Observation:
         if not self._is_over and phase != self._phase:
             self._phase = phase
             for observer in self.observers:
-                with _guarded(observer):
-                    observer.on_phase(call, self.subject, phase, at)
+                if type(observer).on_phase is not Observer.on_phase:
+                    _tell(observer, observer.on_phase, call, self.subject, phase, at)
 
     def end(self, call: ObservedCall, at: float) -> None:
         """The call has ended."""
         self._is_over = True
         for observer in self.observers:
-            with _guarded(observer):
-                observer.on_end(call, self.subject, at)
+            _tell(observer, observer.on_end, call, self.subject, at)
 
     @contextlib.contextmanager
     def work(self, name: str, **notes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # JSON-like
@@ -178,17 +181,15 @@ class Observation:
         finally:
             if self.subject is not None:
                 for observer in self.observers:
-                    with _guarded(observer):
-                        observer.on_work(self.subject, name, began_at, time.monotonic(), notes)
+                    _tell(observer, observer.on_work, self.subject, name, began_at, time.monotonic(), notes)
 
 
 _warned_of: Final[set[type]] = set()
 
 
-@contextlib.contextmanager
-def _guarded(observer: Observer) -> Iterator[None]:
+def _tell(observer: Observer, method: Callable[..., None], *told: object) -> None:
     try:
-        yield
+        method(*told)
     except Exception as error:  # no call fails because nobody could watch it
         if type(observer) not in _warned_of:
             _warned_of.add(type(observer))

@@ -154,6 +154,12 @@ class CallRunner:
         return str(self._request.base_url)
 
     @property
+    def server(self) -> tuple[str, int]:
+        """Address and port of the server; of a Unix socket its path and 0."""
+        origin = self._request.base_url.origin
+        return origin.host, origin.port
+
+    @property
     def age(self) -> float:
         """Seconds from the start to now, or to the end."""
         return self._now - self.started_at

@@ -78,6 +78,16 @@ impl Durations {
         Some(index.filter(|_| rank < self.count as f64).map_or(self.longest, middle).min(self.longest))
     }
 
+    /// How many are shorter than `seconds`: exactly where that is a power of two, elsewhere to within 1/16 of it.
+    #[must_use]
+    pub fn below(&self, seconds: f64) -> u64 {
+        if seconds > self.longest {
+            return self.count;
+        }
+        let counts = self.counts.as_ref().map_or(&[][..], |counts| &counts[..bucket(seconds)]);
+        counts.iter().map(|count| u64::from(*count)).sum()
+    }
+
     /// Bytes of memory held beside the struct itself.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
@@ -132,6 +142,17 @@ mod tests {
             assert!((found / exact - 1.0).abs() < 0.032, "{share}: {found}, exactly {exact}");
         }
         assert_eq!(durations.quantile(1.0), sorted.last().copied());
+    }
+
+    #[test]
+    fn shorter_ones_are_counted_exactly_at_powers_of_two() {
+        let mut durations = Durations::default();
+        assert_eq!(durations.below(1.0), 0);
+        for (seconds, count) in [(0.125, 1), (0.24, 2), (0.25, 4), (0.3, 8), (1.0, 16), (1e9, 32)] {
+            durations.add(seconds, count);
+        }
+        let shorter = [0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 1e9, 2e9].map(|seconds| durations.below(seconds));
+        assert_eq!(shorter, [0, 0, 3, 15, 15, 31, 31, 63]);
     }
 
     #[test]

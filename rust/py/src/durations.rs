@@ -47,6 +47,11 @@ impl Durations {
         Ok(self.lock().quantile(share))
     }
 
+    /// How many are shorter than ``seconds``: exactly where that is a power of two.
+    fn below(&self, seconds: f64) -> u64 {
+        self.lock().below(seconds)
+    }
+
     fn __repr__(&self) -> String {
         let durations = self.lock();
         format!("<Durations: {} of {} s>", durations.count(), durations.sum())
