@@ -1,4 +1,4 @@
-"""``streamfold serve``: runs a loopback engine, a mock of SGLang or vLLM, until it is interrupted."""
+"""``streamfold serve``: runs a loopback engine with the API of SGLang or vLLM until it is interrupted."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ With --engine vllm:
     localhost:30000/v1/completions
 
 \b
+A real model, on the CPU:
+  streamfold serve --model hf:PATH
+
+\b
 The format of the --faults file:
   python -m pydoc streamfold.loopback.faults
 """
@@ -37,6 +41,20 @@ def command(
             '"rust": short for the newest version plus --frontend rust. Default: 0.5.23, or 0.32 of vLLM.'
         ),
     ] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="mock|hf:PATH",
+            help="The deterministic mock model, or a causal language model in a directory, which needs the extra hf.",
+        ),
+    ] = "mock",
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Compute each request of a real model alone: its numbers do not depend on those beside it.",
+        ),
+    ] = False,
     host: Annotated[
         str, typer.Option(help="Address to listen at: 127.0.0.1, ::1, or 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
@@ -51,9 +69,19 @@ def command(
     ] = False,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens per event.")] = 1,
     token_rate: Annotated[
-        float, typer.Option(min=0, help="Tokens per second for each request; 0: as fast as possible.")
-    ] = 50,
-    prefill_delay: Annotated[float, typer.Option(min=0, help="Time to first token, in seconds.")] = 0.05,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Tokens per second for each request; 0: as fast as possible. Default: 50, of a real model 0.",
+            show_default=False,
+        ),
+    ] = None,
+    prefill_delay: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Time to first token, in seconds. Default: 0.05, of a real model 0.", show_default=False
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at once; others are queued.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the mock model: another seed generates other tokens.")] = 0,
     sampling_seed: Annotated[
@@ -73,11 +101,12 @@ def command(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a loopback engine: the HTTP API of SGLang or vLLM with a deterministic mock model, without GPU or weights.
+    """Run a loopback engine: the HTTP API of SGLang or vLLM, with a mock model (no GPU, no weights) or a real one.
 
     Ctrl-C stops it.
     """
     loopback = import_loopback()
+    mock = model == "mock"
     try:
         loopback.serve(
             host=host,
@@ -85,8 +114,10 @@ def command(
             on_ready=lambda url: _print_url(url, as_json=as_json, quiet=quiet),
             incremental=incremental,
             stream_interval=stream_interval,
-            token_rate=token_rate,
-            prefill_delay=prefill_delay,
+            model=model,
+            batch_invariant=batch_invariant,
+            token_rate=(50 if mock else 0) if token_rate is None else token_rate,
+            prefill_delay=(0.05 if mock else 0) if prefill_delay is None else prefill_delay,
             max_running_requests=batch_size,
             seed=seed,
             sampling_seed=sampling_seed,
@@ -96,7 +127,7 @@ def command(
             api_key=api_key,
             faults=None if faults is None else loopback.Faults.read(faults),
         )
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         fail(f"cannot serve: {error}")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamfold.loopback.app import create_app
 from streamfold.loopback.core.config import Config
+from streamfold.loopback.core.tokenizer import MockTokenizer
 from streamfold.loopback.engine import Engine, SeenRequest, undisturbed
 from streamfold.loopback.faults.injector import Injector
 from streamfold.loopback.http.response_writer import close_connection
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamfold.loopback.core.reply import Reply
-    from streamfold.loopback.core.tokenizer import MockTokenizer
     from streamfold.loopback.faults.script import Faults
     from streamfold.loopback.http.response_writer import ConnectionEnd
 
@@ -147,7 +147,6 @@ class Loopback:
             msg = "give a Config or its fields by name, not both"
             raise TypeError(msg)
         self.config: Config = Config(**options) if config is None else config
-        self.tokenizer: MockTokenizer = self.config.tokenizer
         self._host, self._port = host, port
         self._server: _EngineServer | None = None
         self._thread: ServerThread | None = None
@@ -166,6 +165,18 @@ class Loopback:
         failure = thread.failure or server.engine.scheduler.failure
         if failure is not None:
             raise failure
+
+    @property
+    def tokenizer(self) -> MockTokenizer:
+        """The mock model's tokenizer.
+
+        Raises:
+            TypeError: the engine runs a model of a directory, whose own tokenizer is ``config.tokenizer``.
+        """
+        if not isinstance(self.config.tokenizer, MockTokenizer):
+            msg = "this engine runs a model of a directory: its tokenizer is config.tokenizer"
+            raise TypeError(msg)
+        return self.config.tokenizer
 
     @property
     def url(self) -> str:

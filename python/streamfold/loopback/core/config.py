@@ -12,18 +12,21 @@ from streamfold.loopback.core.versions import NEWEST, check_version, parse_versi
 from streamfold.loopback.core.wire_format import FRONTENDS, Frontend
 
 if TYPE_CHECKING:
+    from streamfold.loopback.core.causal_lm import CausalLM, Tokenizer
     from streamfold.loopback.core.request_params import SamplingParams
 
-__all__ = ["Config", "EngineName", "FaultScript"]
+__all__ = ["Config", "EngineName", "FaultScript", "LogprobsMode"]
 
 EngineName = Literal["sglang", "vllm"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 _VLLM_ONLY = frozenset(
     (
         *("enable_scale_out", "dev_mode", "track_load", "log_stats", "api_servers"),
-        *("return_routed_experts", "return_sampling_mask", "max_logprobs"),
+        *("return_routed_experts", "return_sampling_mask", "max_logprobs", "logprobs_mode"),
     )
 )
+_DIRECTORY = "hf:"  # of a model: the prefix of its path
 _AT_LEAST_1 = (
     "tokens_per_step",
     "max_running_requests",
@@ -53,6 +56,11 @@ class Config:
     Emulation: ``engine`` is "sglang" or "vllm", ``version`` the engine version to emulate (empty: the newest that is
     supported here), ``frontend`` which of the engine's frontends answers.
 
+    Model: ``model`` is "mock", or "hf:" and the path of a directory with a causal language model as transformers saves
+    it, which needs the extra ``hf``; ``batch_invariant``, for such a model, computes each request alone, so that its
+    numbers do not depend on the requests beside it. Its vocabulary, the shape of its routed experts and its longest
+    context replace what is said of them below.
+
     Mock model: ``seed``, in place of weights; ``sampling_seed``, of the engine's generator, which gives each request
     that names no seed one of its own (None: all of them get ``seed``, so that one that is aborted and resumed without a
     seed equals the undisturbed one); ``vocab_size``, at least 512; ``stop_probability``, the probability of the
@@ -73,7 +81,9 @@ class Config:
     missing), ``dev_mode`` (pause, abort all, weight versions), ``track_load`` (without it ``/load`` reports 0),
     ``log_stats`` (without it ``/metrics`` has no gauges), ``api_servers``, the number of processes that share the
     connections (an abort ends only requests of the process that gets it),
-    ``return_routed_experts`` with every response, ``return_sampling_mask`` (as from 0.32), ``max_logprobs``.
+    ``return_routed_experts`` with every response, ``return_sampling_mask`` (as from 0.32), ``max_logprobs``,
+    ``logprobs_mode``, "raw_logprobs" (of the model itself) or "processed_logprobs" (behind temperature and penalties,
+    renormalised over the ids that could be drawn).
 
     Server: ``model_name``; ``api_key``, required as a bearer token; ``base_path`` in front of every path;
     ``weight_version`` at the start; ``workers``, the URLs that ``/workers`` lists (None: itself); ``leave_delay`` in
@@ -82,13 +92,17 @@ class Config:
     HTTP requests are kept; ``faults``, the script of faults (:mod:`streamfold.loopback.faults`).
 
     Raises:
-        ValueError: a setting is out of range, or does not fit the engine.
+        ValueError: a setting is out of range, or does not fit the engine or the model.
+        OSError: the model's directory cannot be read.
+        ImportError: a real model needs an extra; the message names it.
     """
 
     engine: EngineName = "sglang"
     version: str = ""
     frontend: Frontend = "python"
 
+    model: str = "mock"
+    batch_invariant: bool = False
     seed: int = 0
     sampling_seed: int | None = 0
     vocab_size: int = MockTokenizer.SMALLEST
@@ -119,6 +133,7 @@ class Config:
     return_routed_experts: bool = False
     return_sampling_mask: bool = False
     max_logprobs: int = 20
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     model_name: str = "streamfold-loopback"
 
@@ -133,6 +148,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_emulation()
+        self._take_shape()
         for name in _AT_LEAST_1:
             self._require(name, at_least=1)
         for name in _AT_LEAST_0:
@@ -162,6 +178,28 @@ class Config:
             self._refuse("frontend", "'python' or 'rust'")
         check_version(self.engine, self.version, incremental=self.incremental)
 
+    def _take_shape(self) -> None:
+        """Take vocabulary, routed experts and context length of a model in a directory."""
+        path = self.model_path
+        if path is None:
+            if self.model != "mock":
+                self._refuse("model", '"mock" or "hf:" and the path of a directory')
+            if self.batch_invariant:
+                self._refuse("batch_invariant", "left out: it is for a model of a directory")
+            return
+        from streamfold.loopback.core.hf.loading import read_shape  # noqa: PLC0415  # an extra that only it needs
+
+        shape = read_shape(path)
+        found = {name: getattr(shape, name) for name in ("vocab_size", "num_layers", "top_k", "num_experts")}
+        for name, value in found.items():
+            if getattr(self, name) not in {getattr(type(self), name), value}:
+                self._refuse(name, f"left out: the model has {value}")
+        found["context_length"] = min(self.context_length, shape.context_length)
+        if self.model_name == type(self).model_name:
+            found["model_name"] = path
+        for name, value in found.items():
+            object.__setattr__(self, name, value)  # the class is frozen, and still being made
+
     def _require(self, name: str, *, at_least: int) -> None:
         value = getattr(self, name)
         if value is not None and value < at_least:
@@ -187,16 +225,30 @@ class Config:
         """Whether the engine's Rust frontend answers."""
         return self.frontend == "rust"
 
-    @cached_property
-    def tokenizer(self) -> MockTokenizer:
-        """The tokenizer; it exists with ``skip_tokenizer_init`` too."""
-        return MockTokenizer(self.vocab_size)
+    @property
+    def model_path(self) -> str | None:
+        """The directory of the model; None for the mock one."""
+        return self.model.removeprefix(_DIRECTORY) if self.model.startswith(_DIRECTORY) else None
 
     @cached_property
-    def model(self) -> MockModel:
-        """The mock model; it has no state, so one instance serves all requests."""
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; it exists with ``skip_tokenizer_init`` too."""
+        path = self.model_path
+        if path is None:
+            return MockTokenizer(self.vocab_size)
+        from streamfold.loopback.core.hf.loading import load_tokenizer  # noqa: PLC0415  # as above
+
+        return load_tokenizer(path)
+
+    def load_model(self) -> CausalLM:
+        """Make the model anew, with the weights of the start: each engine has one of its own."""
+        path = self.model_path
+        if path is not None:
+            from streamfold.loopback.core.hf.loading import load_model  # noqa: PLC0415  # as above
+
+            return load_model(path, batch_invariant=self.batch_invariant)
         return MockModel(
-            self.tokenizer,
+            MockTokenizer(self.vocab_size),
             seed=self.seed,
             stop_probability=self.stop_probability,
             piece_probability=self.piece_probability,

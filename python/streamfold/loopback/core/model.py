@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
+from streamfold.loopback.core.causal_lm import WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     import numpy.typing as npt
 
+    from streamfold.loopback.core.causal_lm import LogprobsOf, SequenceState
+    from streamfold.loopback.core.request_params import RequestParams
     from streamfold.loopback.core.tokenizer import MockTokenizer
 
-__all__ = ["Context", "MockModel"]
+__all__ = ["Context", "MockModel", "MockSequence"]
 
 # No piece is a prefix of another one, so the bytes so far show whether a piece is complete.
 PIECES = (
@@ -73,6 +77,83 @@ class Context:
         return () if self._node is self._root else tuple(self._node)
 
 
+class MockSequence:
+    """A prompt and what was generated after it: see :class:`streamfold.loopback.core.causal_lm.SequenceState`."""
+
+    rank = 1  # nobody computes a distribution here
+
+    def __init__(
+        self, model: MockModel, params: RequestParams, stop_ids: Collection[int], counts_prompt: frozenset[str]
+    ) -> None:
+        sampling = params.sampling
+        self._model = model
+        self._prompt = params.prompt
+        self._context = model.read(params.prompt)
+        salt = model.salt(None if sampling.greedy else params.seed)
+        penalties = sampling.penalties
+        whole = [value for name, value in penalties.items() if name in counts_prompt]
+        self._salt = model.penalize(salt, whole, 0) if whole else salt  # what they count is the context itself
+        self._penalties = [value for name, value in penalties.items() if name not in counts_prompt]
+        self._counted = model.read(())  # what it has generated itself
+        self._greedy = sampling.greedy
+        self._stop_ids, self._fewest = stop_ids, sampling.min_new_tokens
+        self._token = -1
+        self.generated: int = 0
+
+    def __len__(self) -> int:
+        return len(self._prompt) + self.generated
+
+    def draw(self) -> int:
+        """Draw the next token and append it."""
+        forbidden = self._stop_ids if self.generated < self._fewest else ()
+        salt = self._salt
+        if self._penalties and self.generated:
+            salt = self._model.penalize(salt, self._penalties, self._counted.hash)
+        token = self._token = self._model.draw(self._context, salt, forbidden)
+        self._context.push(token)
+        self._counted.push(token)
+        self.generated += 1
+        return token
+
+    @property
+    def logprob(self) -> float:
+        """The logprob of the token that was drawn last."""
+        return self._model.logprob(self._context.hash)
+
+    @property
+    def kept(self) -> list[int]:
+        """The ids that could have been drawn."""
+        return [self._token] if self._greedy else self._model.kept(self._context.hash, self._token)
+
+    @property
+    def kept_logprob(self) -> float:
+        """The same logprob: nothing is renormalised here."""
+        return self.logprob
+
+    def candidates(self, count: int) -> list[tuple[float, int]]:
+        """The token that was drawn last, and the ids behind it."""
+        logprob, size = self.logprob, self._model.vocab_size
+        return [(logprob - i, (self._token + i) % size) for i in range(count)]
+
+    def prompt_logprobs(self, start: int) -> list[tuple[float | None, int]]:
+        """The prompt's tokens from ``start`` on, with their logprobs."""
+        prompt, hashes = self._prompt, self._model.hashes(self._prompt)
+        rest = ((self._model.logprob(int(hashes[i])), prompt[i]) for i in range(start + 1, len(prompt)))
+        # The first one has no logprob: no token precedes it.
+        return [(None, prompt[start]), *rest]
+
+    def experts(self, start: int, output: Sequence[int]) -> npt.NDArray[np.int32]:
+        """The experts of the positions from ``start`` to the last but one, int32 ``[positions, layers, top_k]``."""
+        tokens = [*self._prompt, *output]
+        return self._model.experts(self._model.hashes(tokens[:-1])[start:])
+
+    def retract(self) -> None:
+        """Do nothing: there is no KV cache."""
+
+    def release(self) -> None:
+        """Do nothing: there is no KV cache."""
+
+
 class MockModel:
     """Draws tokens, logprobs and routed experts from the hash of the context.
 
@@ -87,6 +168,8 @@ class MockModel:
         num_experts: experts per layer.
     """
 
+    blocking: ClassVar[bool] = False
+
     def __init__(
         self,
         tokenizer: MockTokenizer,
@@ -99,6 +182,7 @@ class MockModel:
         num_experts: int = 16,
     ) -> None:
         self._tokenizer = tokenizer
+        self.vocab_size: int = tokenizer.vocab_size
         self._start = _mix(seed & _MASK)
         self._trie = _trie(PIECES)
         self._stop_below = int(stop_probability * 2**32)
@@ -106,6 +190,34 @@ class MockModel:
         self._num_layers, self._top_k, self._num_experts = num_layers, top_k, num_experts
         # Steps that are coprime to the number of experts: no expert is chosen twice.
         self._expert_steps = np.array([s for s in range(1, num_experts + 1) if math.gcd(s, num_experts) == 1])
+
+    def start(
+        self,
+        params: RequestParams,
+        *,
+        stop_ids: Collection[int] = (),
+        counts_prompt: frozenset[str] = frozenset(),
+        logprobs_of: LogprobsOf = "scaled",  # noqa: ARG002  # it has one distribution
+    ) -> MockSequence:
+        """Return a sequence without generated tokens."""
+        return MockSequence(self, params, stop_ids, counts_prompt)
+
+    def forward(self, sequences: Sequence[SequenceState]) -> None:
+        """Do nothing: each token is computed when it is drawn."""
+
+    def used_tokens(self, sequences: Sequence[SequenceState]) -> int:
+        """The tokens of these sequences, prompts included."""
+        return sum(len(sequence) for sequence in sequences if isinstance(sequence, MockSequence))
+
+    def load_weights(self, path: str) -> None:
+        """Raise WeightsError."""
+        msg = f"the mock model has no weights to take from {path}: run the engine with model='hf:PATH'"
+        raise WeightsError(msg)
+
+    def load_bucket(self, data: bytes) -> None:
+        """Raise WeightsError."""
+        msg = f"the mock model has no weights to replace by {len(data)} bytes: run the engine with model='hf:PATH'"
+        raise WeightsError(msg)
 
     def read(self, tokens: Iterable[int]) -> Context:
         """Return the context after some tokens."""

@@ -15,6 +15,7 @@ from streamfold.loopback.core.reply import Finish, Reply, length
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from streamfold.loopback.core.causal_lm import CausalLM, LogprobsOf
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.request_params import RequestParams
 
@@ -61,7 +62,9 @@ class EngineRequest(ABC):
 
     counts_prompt: ClassVar[frozenset[str]] = frozenset()  # penalties that count the prompt's tokens too
 
-    def __init__(self, params: RequestParams, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, params: RequestParams, config: Config, model: CausalLM, *, notify: Callable[[], None] = lambda: None
+    ) -> None:
         self.params = params
         self.notify = notify
         self.prefilling = True
@@ -72,18 +75,14 @@ class EngineRequest(ABC):
         self.connection = 0
         self._config = config
         self._sampling = params.sampling
-        self._model, self._tokenizer = config.model, config.tokenizer
-        self._context = self._model.read(params.prompt)
-        salt = self._model.salt(None if self._sampling.greedy else params.seed)
-        penalties = self._sampling.penalties
-        whole = [value for name, value in penalties.items() if name in self.counts_prompt]
-        self._salt = self._model.penalize(salt, whole, 0) if whole else salt  # what they count is the context itself
-        self._penalties = [value for name, value in penalties.items() if name not in self.counts_prompt]
-        self._counted = self._model.read(())  # what it has generated itself
+        self._tokenizer = config.tokenizer
         room = config.context_length - len(params.prompt)
         limit = self._sampling.max_new_tokens
         self._budget = room if limit is None else min(limit, room)
         self._stop_ids = self._find_stop_ids()
+        self.sequence = model.start(
+            params, stop_ids=self._stop_ids, counts_prompt=self.counts_prompt, logprobs_of=self._logprobs_of
+        )
         self._text = self._make_text()
         self.reply: Reply = self._make_reply()
         self._writer = self._make_writer()
@@ -92,6 +91,11 @@ class EngineRequest(ABC):
         self._failure: tuple[int, str] | None = None
         self._last_events: deque[bytes] | None = None
         self._delivered = False
+
+    @property
+    @abstractmethod
+    def _logprobs_of(self) -> LogprobsOf:
+        """The distribution whose logprobs it reports."""
 
     @abstractmethod
     def _find_stop_ids(self) -> Collection[int]:
@@ -205,18 +209,12 @@ class EngineRequest(ABC):
         return event
 
     def _sample(self, version: str) -> None:
-        reply, context, model = self.reply, self._context, self._model
-        forbidden = self._stop_ids if len(reply.token_ids) < self._sampling.min_new_tokens else ()
-        salt = self._salt
-        if self._penalties and reply.token_ids:
-            salt = model.penalize(salt, self._penalties, self._counted.hash)
-        token = model.draw(context, salt, forbidden)
-        context.push(token)
-        self._counted.push(token)
+        reply = self.reply
+        token = self.sequence.draw()
         reply.token_ids.append(token)
         reply.versions.append(version)
-        self._add_logprobs(token)
-        self._add_sampling_mask(token)
+        self._add_logprobs()
+        self._add_sampling_mask()
         if reply.pieces is not None:
             reply.pieces.append("")
         finish = self._accept(token)
@@ -227,29 +225,31 @@ class EngineRequest(ABC):
             self._text.close()
             self._add_experts()
 
-    def _add_logprobs(self, token: int) -> None:
-        reply = self.reply
-        if reply.logprobs is None and reply.top_logprobs is None:
-            return
-        logprob = self._model.logprob(self._context.hash)
+    def _add_logprobs(self) -> None:
+        reply, sequence = self.reply, self.sequence
         if reply.logprobs is not None:
             position = len(reply.token_ids) - 1
-            reply.logprobs.append(None if position in self.params.null_logprobs_at else logprob)
+            reply.logprobs.append(None if position in self.params.null_logprobs_at else sequence.logprob)
         if reply.top_logprobs is not None:
-            size = self._tokenizer.vocab_size
-            reply.top_logprobs.append([(logprob - i, (token + i) % size) for i in range(self.params.top_logprobs)])
+            reply.top_logprobs.append(self._candidates())
+        if reply.ranks is not None:
+            reply.ranks.append(sequence.rank)
 
-    def _add_sampling_mask(self, token: int) -> None:
-        reply = self.reply
+    def _candidates(self) -> list[tuple[float | None, int]]:
+        """The ids that are reported beside the sampled one, with their logprobs."""
+        return [*self.sequence.candidates(self.params.top_logprobs)]
+
+    def _add_sampling_mask(self) -> None:
+        reply, sequence = self.reply, self.sequence
         if reply.top_p is None and reply.sampling_mask is None:
             return
-        kept = [token] if self._sampling.greedy else self._model.kept(self._context.hash, token)
+        kept = sequence.kept
         if reply.top_p is not None:
             reply.top_p.append(kept)
         if reply.sampling_mask is not None:
             reply.sampling_mask.append(kept)
         if reply.sampling_logprobs is not None:
-            reply.sampling_logprobs.append(self._model.logprob(self._context.hash))
+            reply.sampling_logprobs.append(sequence.kept_logprob)
 
     def _finish_without_tokens(self) -> None:
         self.reply.finish = length(0)

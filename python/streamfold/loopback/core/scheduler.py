@@ -7,14 +7,16 @@ import contextlib
 import math
 import random
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from streamfold.loopback.core.request_params import InvalidRequest, RequestParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+    from streamfold.loopback.core.causal_lm import CausalLM
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.request import EngineRequest, Milestone
 
@@ -34,6 +36,7 @@ class Scheduler:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.model: CausalLM = config.load_model()
         self.weight_version: str = config.weight_version
         self.requests: int = 0  # accepted since the start
         self.tokens: int = 0  # generated since the start
@@ -50,6 +53,11 @@ class Scheduler:
         self._open.set()
         self._drained = asyncio.Event()  # set: no request runs
         self._drained.set()
+        self._idle = asyncio.Event()  # set: no request runs or waits
+        self._idle.set()
+        self._stepping = asyncio.Lock()  # held while the model computes, and while its weights are written
+        # One thread, so that each step finds the threads of the one before it.
+        self._executor = ThreadPoolExecutor(1, "streamfold-model") if self.model.blocking else None
         self._wake = asyncio.Event()
         self._abort_all_at = -math.inf
 
@@ -70,7 +78,7 @@ class Scheduler:
     @property
     def used_tokens(self) -> int:
         """Tokens, prompts included, that the running requests hold."""
-        return sum(len(r.params.prompt) + len(r.reply.token_ids) for r in self._running.values())
+        return self.model.used_tokens([request.sequence for request in self._running.values()])
 
     @property
     def full(self) -> bool:
@@ -111,6 +119,7 @@ class Scheduler:
             request.reject_queue_full()
         else:
             self._waiting[request.rid] = request
+            self._idle.clear()
             self._run_milestones(request)
             self._admit()
             self._wake.set()
@@ -155,6 +164,7 @@ class Scheduler:
         if self._running.pop(request.rid, None) is not None:
             self._waiting[request.rid] = request
             self._note_drained()
+        request.sequence.retract()
         request.reply.retractions += 1
         request.parked = True
         asyncio.get_running_loop().call_later(RETRACTED_SECONDS, self.abort_request, request)
@@ -180,6 +190,7 @@ class Scheduler:
         for request in self.live:
             self._forget(request)
         self.weight_version = self.config.weight_version
+        self.model = self.config.load_model()
         self.resume()
 
     def client_left(self, request: EngineRequest) -> None:
@@ -196,6 +207,7 @@ class Scheduler:
             # A later request may have the same id.
             if place.get(request.rid) is request:
                 del place[request.rid]
+        request.sequence.release()
         self._note_drained()
         self._wake.set()
 
@@ -204,6 +216,8 @@ class Scheduler:
             self._drained.clear()
         else:
             self._drained.set()
+            if not self._waiting:
+                self._idle.set()
 
     @property
     def paused(self) -> bool:
@@ -214,9 +228,11 @@ class Scheduler:
         """Accept no requests until :meth:`resume`; new ones wait in :meth:`opened`."""
         self._open.clear()
 
-    def freeze(self) -> None:
-        """Start and step no request until :meth:`resume`."""
+    async def freeze(self) -> None:
+        """Start and step no request until :meth:`resume`, once the step that is being computed has ended."""
         self._held = self._frozen = True
+        async with self._stepping:
+            pass
 
     async def drain(self, *, abort: bool) -> None:
         """Start no request until :meth:`resume`, and wait until none runs; ``abort``: abort all of them first."""
@@ -229,6 +245,7 @@ class Scheduler:
     def retract(self) -> None:
         """Retract all running requests to the front of the queue."""
         for request in self._running.values():
+            request.sequence.retract()
             request.reply.retractions += 1
         self._waiting = {**self._running, **self._waiting}
         self._running = {}
@@ -247,6 +264,32 @@ class Scheduler:
         """Wait until requests are accepted."""
         await self._open.wait()
 
+    async def write_weights(self, write: Callable[[], None], version: str | None, *, abort: bool = False) -> None:
+        """Replace weights between two steps; paused at once, otherwise as soon as no request is left.
+
+        Args:
+            write: does it, in the thread of the model; what it raises is raised here.
+            version: the weight version from now on; None: the same as before.
+            abort: abort all requests first.
+        """
+        if abort:
+            self.abort_all()
+        closed = not self._held
+        try:
+            if closed:
+                self.close()
+                await self._idle.wait()
+            async with self._stepping:
+                if self._executor is None:
+                    write()
+                else:
+                    await asyncio.get_running_loop().run_in_executor(self._executor, write)
+                if version is not None:
+                    self.weight_version = version
+        finally:
+            if closed and not self._held:
+                self._open.set()
+
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: object = None) -> AsyncIterator[None]:
         """Run the stepping task while this context is open: the lifespan of an ASGI application."""
@@ -257,6 +300,8 @@ class Scheduler:
         finally:
             task.cancel()
             await asyncio.wait({task})
+            if self._executor is not None:
+                self._executor.shutdown()
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         # Without the task no request would finish: no client may wait for that.
@@ -274,19 +319,25 @@ class Scheduler:
             now = clock()
             decoding = any(not request.prefilling for request in self._running.values())
             tick = decoding and now >= due
-            stepped = self._step(now, tick=tick)
+            async with self._stepping:
+                stepped = await self._step(now, tick=tick)
             if tick:
                 due = max(due + period, now)
             elif stepped and not decoding:
                 due = now + period
             await self._wait(self._next_step(due))
 
-    def _step(self, now: float, *, tick: bool) -> bool:
+    async def _step(self, now: float, *, tick: bool) -> bool:
         """Step decoding requests if ``tick``, prefilled ones and aborted ones; return whether any was stepped."""
         if self._frozen:
             return False
         ready = [r for r in self._running.values() if r.aborting or (r.ready_at <= now if r.prefilling else tick)]
+        if ready and self._executor is not None:
+            sequences = [request.sequence for request in ready]
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.model.forward, sequences)
         for request in ready:
+            if self._running.get(request.rid) is not request:  # it left during the computation
+                continue
             request.prefilling = False
             self.tokens += request.step(self.weight_version)
             self._run_milestones(request)

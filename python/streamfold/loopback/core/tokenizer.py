@@ -71,6 +71,7 @@ class MockTokenizer:
         self.eos_token_id: int = _SPECIAL_IDS["<|im_end|>"]
         self.pad_token_id: int = _SPECIAL_IDS["<|pad|>"]
         self.image_token_id: int = _SPECIAL_IDS["<|image_pad|>"]
+        self.eos_token_ids: frozenset[int] = frozenset((self.eos_token_id,))
         self.first_word_id = _FIRST_WORD
         self.special_ids: range = range(_NUM_BYTES, _FIRST_WORD)
 
@@ -96,6 +97,10 @@ class MockTokenizer:
         """Detokenize ids. Invalid UTF-8 becomes U+FFFD."""
         skipped = self.special_ids if skip_special_tokens else range(0)
         return b"".join(self.piece(token) for token in ids if token not in skipped).decode(errors="replace")
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> MockDetokenizer:
+        """Return a detokenizer for one response."""
+        return MockDetokenizer(self, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token: int) -> bytes:
         """Return the bytes of one token. Raises ValueError for an id outside the vocabulary."""

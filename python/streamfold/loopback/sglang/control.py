@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 from streamfold.loopback.http.responses import OrjsonResponse, worker_list
 from streamfold.loopback.sglang.generate import GenerateEndpoint
 from streamfold.loopback.sglang.params import bad_request
+from streamfold.loopback.sglang.weights import weight_routes
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -35,6 +36,7 @@ def routes(scheduler: Scheduler) -> list[BaseRoute]:
         Route("/continue_generation", control.continue_generation, methods=post),
         Route("/update_weight_version", control.update_weight_version, methods=post),
         Route("/flush_cache", control.flush_cache, methods=both),
+        *weight_routes(scheduler),
         Route("/v1/loads", control.loads, methods=get),
         Route("/workers", control.workers, methods=get),
     ]
@@ -78,7 +80,7 @@ class _SglangControl:
         if mode == "abort":
             await scheduler.drain(abort=True)
         else:
-            scheduler.freeze()
+            await scheduler.freeze()
             if mode == "retract":
                 scheduler.retract()
         return OrjsonResponse({"message": "Generation paused successfully.", "status": "ok"})

@@ -44,7 +44,7 @@ class GenerateEndpoint(Endpoint[dict[str, Any]]):
 
     def _make_requests(self, parsed: dict[str, Any], notify: Callable[[], None]) -> list[EngineRequest]:
         found = [self._scheduler.seeded(params) for params in read_generate(parsed, self._config)]
-        return [SglangRequest(params, self._config, notify=notify) for params in found]
+        return [SglangRequest(params, self._config, self._scheduler.model, notify=notify) for params in found]
 
     def _error_event(self, error: InvalidRequest) -> bytes:
         return self._format.error_event(str(error))

@@ -255,7 +255,11 @@ def _prompts(body: Mapping[str, Any], config: Config) -> tuple[list[list[int]], 
     if images:
         # An image adds placeholder tokens to the prompt. Ids that contain the placeholders already, those of a resumed
         # response, are left as they are.
-        pads = [config.tokenizer.image_token_id] * (IMAGE_TOKENS * (len(images) if isinstance(images, list) else 1))
+        image = config.tokenizer.image_token_id
+        if image is None:
+            msg = "the model takes no images"
+            raise InvalidRequest(msg)
+        pads = [image] * (IMAGE_TOKENS * (len(images) if isinstance(images, list) else 1))
         prompts = [prompt if prompt[: len(pads)] == pads else pads + prompt for prompt in prompts]
     return prompts, batched
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
 from streamfold.loopback.core.request_params import check_known_seed
-from streamfold.loopback.core.tokenizer import MockDetokenizer
 from streamfold.loopback.sglang import wire
 from streamfold.loopback.sglang.params import EXPERTS_DTYPES, read_generate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from streamfold.loopback.core.causal_lm import LogprobsOf, Tokenizer
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.reply import Finish
     from streamfold.loopback.core.request_params import SamplingParams
-    from streamfold.loopback.core.tokenizer import MockTokenizer
 
 __all__ = ["SglangRequest", "undisturbed"]
 
@@ -37,9 +36,13 @@ class SglangRequest(EngineRequest):
 
     _text: _SglangText
 
+    @property
+    def _logprobs_of(self) -> LogprobsOf:
+        return "kept" if self.params.top_p and self._sampling.filtered else "scaled"
+
     def _find_stop_ids(self) -> Collection[int]:
         sampling = self._sampling
-        return frozenset() if sampling.ignore_eos else sampling.stop_token_ids | {self._tokenizer.eos_token_id}
+        return frozenset() if sampling.ignore_eos else sampling.stop_token_ids | self._tokenizer.eos_token_ids
 
     def _make_text(self) -> _SglangText:
         return _SglangText(self._sampling, self._tokenizer, self.params.prompt)
@@ -59,7 +62,7 @@ class SglangRequest(EngineRequest):
             reply.logprob_texts = [] if params.logprob_texts else None
             reply.top_logprobs = [] if params.top_logprobs else None
             if 0 <= params.logprob_start < len(params.prompt):
-                reply.input_logprobs = self._input_logprobs(params.logprob_start)
+                reply.input_logprobs = self.sequence.prompt_logprobs(params.logprob_start)
             if params.top_p and self._sampling.filtered:
                 reply.top_p = []
         if params.sampling_mask and config.release >= (0, 5, 16):
@@ -145,10 +148,20 @@ class SglangRequest(EngineRequest):
 
     def _finish_without_tokens(self) -> None:
         if self.reply.logprobs is not None:
-            token = self._model.draw(self._context, self._salt)
-            after = self._model.read([*self.params.prompt, token])
-            self.reply.spare_pair = (self._model.logprob(after.hash), token)
+            token = self.sequence.draw()
+            self.reply.spare_pair = (self.sequence.logprob, token)
+            self._add_input_logprobs()
         super()._finish_without_tokens()
+
+    def _add_logprobs(self) -> None:
+        super()._add_logprobs()
+        self._add_input_logprobs()
+
+    def _add_input_logprobs(self) -> None:
+        """Add the prompt's logprobs, which a real model has computed by the first token."""
+        reply, start = self.reply, self.params.logprob_start
+        if reply.logprobs is not None and reply.input_logprobs is None and 0 <= start < len(self.params.prompt):
+            reply.input_logprobs = self.sequence.prompt_logprobs(start)
 
     def _hand_over(self) -> None:
         super()._hand_over()
@@ -174,16 +187,8 @@ class SglangRequest(EngineRequest):
             return
         # Versions before 0.5.12 ignore the start and return all rows.
         start = params.experts_start if config.release >= (0, 5, 12) else 0
-        tokens = params.prompt + self.reply.token_ids
-        # The last token was sampled but not run through the model: it has no row.
-        rows = self._model.experts(self._model.hashes(tokens[:-1])[start:])
+        rows = self.sequence.experts(start, self.reply.token_ids)
         self.reply.routed_experts = rows.astype(EXPERTS_DTYPES[params.experts_dtype]).tobytes()
-
-    def _input_logprobs(self, start: int) -> list[tuple[float | None, int]]:
-        prompt, hashes = self.params.prompt, self._model.hashes(self.params.prompt)
-        rest = ((self._model.logprob(int(hashes[i])), prompt[i]) for i in range(start + 1, len(prompt)))
-        # The first one has no logprob: no token precedes it.
-        return [(None, prompt[start]), *rest]
 
 
 def undisturbed(
@@ -195,7 +200,7 @@ def undisturbed(
     config = replace(config, frontend="python", tokens_per_step=1)
     (params,) = read_generate(given, config)
     check_known_seed(params, "sampling_seed")
-    request = SglangRequest(params, config)
+    request = SglangRequest(params, config, config.load_model())
     while not request.done:
         request.step(config.weight_version)
     return request.reply
@@ -209,7 +214,7 @@ class _SglangText:
     of the text visible than before, and the next event then starts there.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = params.skip_special_tokens
         self._no_stop_trim = params.no_stop_trim
@@ -218,7 +223,7 @@ class _SglangText:
         self._context = len(self._ids)  # number of those that are not new
         self._context_length = len(self._decoded())
         self._shown = 0  # characters of the new text that were visible last, while it was incomplete
-        self._raw = MockDetokenizer(tokenizer, skip_special_tokens=False)  # stop strings may be in special tokens
+        self._raw = tokenizer.detokenizer(skip_special_tokens=False)  # stop strings may be in special tokens
         self._tail = ""  # as long as a stop string can be, less one character
         self._reach = max(map(len, self._stops), default=1) - 1
         self._stop = ""

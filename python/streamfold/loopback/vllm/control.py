@@ -146,7 +146,7 @@ class _VllmControl:
             message = f"1 validation error:\n  Input should be {', '.join(map(repr, PAUSE_MODES))}: {mode!r}"
             return self._malformed(message, "query.mode")
         if mode == "keep":
-            self._scheduler.freeze()
+            await self._scheduler.freeze()
         else:
             await self._scheduler.drain(abort=mode == "abort")
         return OrjsonResponse({"status": "paused"})

@@ -52,7 +52,8 @@ class _VllmEndpoint(Endpoint[VllmRequestParams]):
 
     def _make_requests(self, parsed: VllmRequestParams, notify: Callable[[], None]) -> list[EngineRequest]:
         verify(parsed, self._config)
-        return [VllmRequest(self._scheduler.seeded(parsed), self._config, notify=notify)]
+        scheduler = self._scheduler
+        return [VllmRequest(scheduler.seeded(parsed), self._config, scheduler.model, notify=notify)]
 
     def _error_event(self, error: InvalidRequest) -> bytes:
         return self._format.error_event(str(error), 400, error.param)

@@ -11,7 +11,6 @@ import numpy as np
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.core.request import UNSTREAMED_INTERVAL, EngineRequest
 from streamfold.loopback.core.request_params import check_known_seed
-from streamfold.loopback.core.tokenizer import MockDetokenizer
 from streamfold.loopback.vllm import wire
 from streamfold.loopback.vllm.completions import CompletionWriter
 from streamfold.loopback.vllm.params import VllmRequestParams, read_generate, verify
@@ -19,10 +18,10 @@ from streamfold.loopback.vllm.params import VllmRequestParams, read_generate, ve
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from streamfold.loopback.core.causal_lm import CausalLM, LogprobsOf, Tokenizer
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.reply import Finish
     from streamfold.loopback.core.request_params import SamplingParams
-    from streamfold.loopback.core.tokenizer import MockTokenizer
 
 __all__ = ["VllmRequest", "undisturbed"]
 
@@ -38,13 +37,19 @@ class VllmRequest(EngineRequest):
     _text: _VllmText
     _writer: wire.VllmWriter
 
-    def __init__(self, params: VllmRequestParams, config: Config, *, notify: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, params: VllmRequestParams, config: Config, model: CausalLM, *, notify: Callable[[], None] = lambda: None
+    ) -> None:
         self._format = wire.VllmFormat.of(config)
-        super().__init__(params, config, notify=notify)
+        super().__init__(params, config, model, notify=notify)
+
+    @property
+    def _logprobs_of(self) -> LogprobsOf:
+        return "kept" if self._config.logprobs_mode == "processed_logprobs" else "raw"
 
     def _find_stop_ids(self) -> Collection[int]:
         own = self._sampling.stop_token_ids
-        return own if self._sampling.ignore_eos else own | {self._tokenizer.eos_token_id}
+        return own if self._sampling.ignore_eos else own | self._tokenizer.eos_token_ids
 
     def _make_text(self) -> _VllmText:
         return _VllmText(self._sampling, self._tokenizer, self.params.prompt)
@@ -59,7 +64,7 @@ class VllmRequest(EngineRequest):
             sampling_mask=[] if params.sampling_mask else None,
         )
         if params.logprobs:
-            reply.logprobs, reply.top_logprobs = [], []
+            reply.logprobs, reply.top_logprobs, reply.ranks = [], [], []
             reply.logprob_texts = [] if params.logprob_texts else None
         return reply
 
@@ -75,6 +80,12 @@ class VllmRequest(EngineRequest):
                 self.reply, self._format, options, self._config.model_name, ids_as_text=self.params.ids_as_text
             )
         return wire.VllmWriter(self.reply, self._format, options)
+
+    def _candidates(self) -> list[tuple[float | None, int]]:
+        """The sampled token, then the most probable of the others, as many as were asked for."""
+        sequence, token = self.sequence, self.reply.token_ids[-1]
+        others = [pair for pair in sequence.candidates(self.params.top_logprobs) if pair[1] != token]
+        return [(sequence.logprob, token), *others]
 
     def _failure_event(self, status: int, message: str) -> bytes:
         return self._format.error_event(message, status)
@@ -113,7 +124,7 @@ class VllmRequest(EngineRequest):
         if self._text.matched is not None:
             return stopped(self._text.matched)
         if is_stop:
-            is_eos = token == self._tokenizer.eos_token_id and not sampling.ignore_eos
+            is_eos = token in self._tokenizer.eos_token_ids and not sampling.ignore_eos
             return stopped(None if is_eos else token)
         if n >= self._budget:
             return length(self._budget)
@@ -133,9 +144,7 @@ class VllmRequest(EngineRequest):
             return
         if self.params.stream and self._config.release < (0, 24):
             return
-        tokens = self.params.prompt + self.reply.token_ids
-        # The last token was sampled but not run through the model: it has no row.
-        rows = self._model.experts(self._model.hashes(tokens[:-1])[self.params.experts_start :])
+        rows = self.sequence.experts(self.params.experts_start, self.reply.token_ids)
         file = io.BytesIO()
         np.save(file, rows.astype(np.uint8 if self._config.num_experts <= 256 else np.uint16))
         self.reply.routed_experts = file.getvalue()
@@ -150,9 +159,9 @@ class _VllmText:
 
     withheld = False  # tokens are sent while text is held back
 
-    def __init__(self, params: SamplingParams, tokenizer: MockTokenizer, prompt: Sequence[int]) -> None:
-        self._visible = MockDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._spelling = MockDetokenizer(tokenizer, skip_special_tokens=False)
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._visible = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        self._spelling = tokenizer.detokenizer(skip_special_tokens=False)
         for token in prompt[1 - LONGEST_CHARACTER :]:
             self._visible.push(token)
             self._spelling.push(token)
@@ -199,7 +208,7 @@ def undisturbed(
     params = read_generate(given, config)
     verify(params, config)
     check_known_seed(params, "seed")
-    request = VllmRequest(params, config)
+    request = VllmRequest(params, config, config.load_model())
     while not request.done:
         request.step(config.weight_version)
     return request.reply
