@@ -55,7 +55,7 @@ test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch)
 	$(CARGO) test --quiet $(BENCH_SERVER_ARGS)
 	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
 
-test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB)
+test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB, once)
 	$(BIN)/pytest -m torch $(TEST_ARGS)
 
 # Not the whole suite: what a requirement that is too old would break.
@@ -160,9 +160,10 @@ $(BENCH_SERVER): benches/server/Cargo.toml benches/server/Cargo.lock $(wildcard 
 	touch $@
 
 $(TORCH): $(BUILT)
-	@echo "Installing torch: on Linux x86-64 a download of about 3 GB (6 GB on disk), elsewhere 100 MB."
+	@echo "Installing torch and transformers, where they are missing: on Linux x86-64 a download of about 3 GB (6 GB on"
+	@echo "disk), five minutes at 100 Mbit/s; elsewhere 150 MB. What is installed already is kept, and takes seconds."
 	@echo "To take a smaller build, set pip's own variables, as in PIP_EXTRA_INDEX_URL."
-	$(BIN)/maturin develop --release --extras loopback,torch || { \
+	$(BIN)/maturin develop --release --extras loopback,hf,torch || { \
 	  echo "torch could not be installed (above); all other tests run without it: make test"; exit 1; }
 	touch $@
 

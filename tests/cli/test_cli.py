@@ -347,6 +347,7 @@ def test_what_tells_of_a_stream_may_be_anything_that_is_not_needed(tmp_path: Pat
         (("record", "--url", "http://x", "--payload", PAYLOAD, "--out", "no/folder/x.sse"), "there is no folder"),
         (("demo", "--out", "no/folder/x.jsonl"), "there is no folder"),
         (("serve", "--port", "0", "--wire", "latest"), "version"),
+        (("serve", "--port", "0", "--model", "moe"), "model must be"),
         (("serve", "--port", "65536"), "65535"),
     ],
 )

@@ -43,14 +43,18 @@ def imported(path: Path) -> Iterator[str]:
         waiting += ast.iter_child_nodes(node)
 
 
-@pytest.mark.parametrize("part", ["loopback", "all but loopback"])
-def test_every_package_that_is_imported_is_declared_where_it_is_needed(part: str) -> None:
-    is_loopback = part == "loopback"
-    paths = [path for path in PACKAGE.rglob("*.py") if ("loopback" in path.relative_to(PACKAGE).parts) == is_loopback]
+def needed_extra(path: Path) -> str | None:
+    """The extra without which a module cannot be imported."""
+    return next((extra for extra in ("hf", "loopback") if extra in path.relative_to(PACKAGE).parts), None)
+
+
+@pytest.mark.parametrize(("extra", "used"), [("hf", "transformers"), ("loopback", "h11"), (None, "httpx")])
+def test_every_package_that_is_imported_is_declared_where_it_is_needed(extra: str | None, used: str) -> None:
+    paths = [path for path in PACKAGE.rglob("*.py") if needed_extra(path) == extra]
     names = {name for path in paths for name in imported(path)} - sys.stdlib_module_names - {"streamfold"}
-    assert names >= ({"h11"} if is_loopback else {"httpx"})
-    known = declared("dependencies") | (declared("loopback") if is_loopback else {})
-    of_extras = set() if is_loopback else {name for _, name, _ in OF_EXTRAS.values()}
+    assert names >= {used}
+    known = declared("dependencies") | (declared(extra) if extra else {})
+    of_extras = set() if extra else {name for _, name, _ in OF_EXTRAS.values()}
     assert names - OPTIONAL - known.keys() == of_extras
 
 

@@ -1,7 +1,7 @@
-"""Loopback engine: emulates an SGLang or vLLM server over real HTTP, with a deterministic mock model.
+"""Loopback engine: emulates an SGLang or vLLM server over real HTTP, with a deterministic mock model or a real one.
 
-For tests and demos, without GPU or weights, and with fault injection. It does not depend on the rest of streamfold: it
-can test any client. ::
+For tests and demos, without GPU, and with fault injection. It does not depend on the rest of streamfold: it can test
+any client. ::
 
     from streamfold.loopback import Loopback
 
@@ -9,7 +9,8 @@ can test any client. ::
         ...  # any client, with the URL engine.url
         engine.stats()
 
-``Loopback(engine="vllm")`` emulates vLLM. :func:`serve` runs an engine in the foreground, as ``streamfold serve`` does.
+``Loopback(engine="vllm")`` emulates vLLM. ``Loopback(model="hf:PATH")`` runs a causal language model of a directory on
+the CPU, with the extra ``hf``. :func:`serve` runs an engine in the foreground, as ``streamfold serve`` does.
 ``sglang.wire`` and ``vllm.wire`` write the engines' events without a server. ``python -m pydoc
 streamfold.loopback.faults`` lists all faults.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -168,7 +168,7 @@ class MockModel:
         num_experts: experts per layer.
     """
 
-    blocking: ClassVar[bool] = False
+    blocking: bool = False
 
     def __init__(
         self,

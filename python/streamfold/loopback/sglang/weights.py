@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import binascii
+import base64
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class _SglangWeights:
             return _refused(f"load_format must be {LOAD_FORMAT!r}: this engine unpickles nothing")
         try:
             (bucket,) = body.get("serialized_named_tensors", ())
-            data = binascii.a2b_base64(bucket, strict_mode=True)
+            data = base64.b64decode(bucket, validate=True)
         except (TypeError, ValueError):
             return _refused("serialized_named_tensors must hold one safetensors file in base64")
         return await self._write(body, partial(self._scheduler.model.load_bucket, data), "Success")

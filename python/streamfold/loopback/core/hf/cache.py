@@ -11,45 +11,54 @@ from transformers.cache_utils import DynamicLayer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["append", "can_join", "join", "new_cache"]
-
-Cache = Any  # transformers' DynamicCache, untyped here
+__all__ = ["SequenceCache", "append", "join"]
 
 
-def new_cache(config: Any) -> Cache:  # noqa: ANN401  # transformers' PreTrainedConfig, untyped here
-    """Return an empty cache of one sequence, with the layers that the model needs."""
-    return DynamicCache(config=config)
+class SequenceCache:
+    """What the layers keep of one sequence.
+
+    Args:
+        config: transformers' configuration of the model.
+
+    Attributes:
+        layers: transformers' cache, with the layers that the model needs.
+        length: tokens that have run through the model.
+    """
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401  # transformers' PreTrainedConfig, untyped here
+        self.layers: Any = DynamicCache(config=config)
+        self.length: int = 0
+
+    @property
+    def can_join(self) -> bool:
+        """Whether all layers keep all positions: sliding windows and recurrent states cannot be padded."""
+        return all(type(layer) is DynamicLayer for layer in self.layers.layers)
 
 
-def can_join(cache: Cache) -> bool:
-    """Whether all layers keep all positions: sliding windows and recurrent states cannot be padded."""
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
-
-
-def join(caches: Sequence[Cache]) -> tuple[Cache, torch.Tensor]:
+def join(caches: Sequence[SequenceCache]) -> tuple[Any, torch.Tensor]:
     """Join the caches of some sequences, padded in front, to one of a batch.
 
     Returns:
-        The cache, and which positions are no padding: bool ``[batch, longest]``.
+        transformers' cache, and which positions are no padding: bool ``[batch, longest]``.
     """
-    lengths = [cache.get_seq_length() for cache in caches]
-    longest = max(lengths)
+    lengths = torch.tensor([cache.length for cache in caches])
+    longest = int(lengths.max())
     joined = DynamicCache()
-    for index, layer in enumerate(caches[0].layers):
+    for index, like in enumerate(caches[0].layers.layers):
         padded = []
         for kind in ("keys", "values"):
-            _, heads, _, size = getattr(layer, kind).shape
-            batch = layer.keys.new_zeros(len(caches), heads, longest, size)
-            for row, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
-                batch[row, :, longest - length :] = getattr(cache.layers[index], kind)[0]
+            _, heads, _, size = getattr(like, kind).shape
+            batch = like.keys.new_zeros(len(caches), heads, longest, size)
+            for row, cache in enumerate(caches):
+                batch[row, :, longest - cache.length :] = getattr(cache.layers.layers[index], kind)[0]
             padded.append(batch)
         joined.update(*padded, index)
-    places = torch.arange(longest)
-    return joined, places >= longest - torch.tensor(lengths)[:, None]
+    return joined, torch.arange(longest) >= longest - lengths[:, None]
 
 
-def append(joined: Cache, caches: Sequence[Cache]) -> None:
+def append(joined: Any, caches: Sequence[SequenceCache]) -> None:  # noqa: ANN401  # transformers' cache, untyped here
     """Append the last position of the batch's cache to the cache of each sequence."""
     for row, cache in enumerate(caches):
         for index, layer in enumerate(joined.layers):
-            cache.update(layer.keys[row : row + 1, :, -1:], layer.values[row : row + 1, :, -1:], index)
+            cache.layers.update(layer.keys[row : row + 1, :, -1:], layer.values[row : row + 1, :, -1:], index)
+        cache.length += 1

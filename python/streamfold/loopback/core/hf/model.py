@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from streamfold.loopback.core.hf import weights
-from streamfold.loopback.core.hf.cache import append, can_join, join, new_cache
+from streamfold.loopback.core.hf.cache import SequenceCache, append, join
 from streamfold.loopback.core.hf.routing import Routing
 from streamfold.loopback.core.hf.sampling import Sampler
+from streamfold.loopback.core.hf.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ class HfSequence:
     def __init__(self, model: HfModel, params: RequestParams, sampler: Sampler) -> None:
         self.params = params
         self.tokens: list[int] = [*params.prompt]
-        self.cache: Any = None
+        self.cache: SequenceCache | None = None
         self.closed = False
         self.pending: Outcome | None = None  # computed, and not drawn yet
         self.rows: list[npt.NDArray[np.int32]] = []  # routed experts of the positions in the cache
@@ -135,15 +135,21 @@ class HfModel:
             model's layers allow it.
     """
 
-    blocking: ClassVar[bool] = True
+    blocking: bool = True
 
     def __init__(self, network: Any, *, batch_invariant: bool = False) -> None:  # noqa: ANN401  # untyped here
         self._network = network.eval().requires_grad_(False)  # noqa: FBT003  # torch's signature
         self._batch_invariant = batch_invariant
         self._routing = Routing(network)
+        self._weights = Weights(network)
         self._sequences: WeakSet[HfSequence] = WeakSet()
-        names = inspect.signature(network.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._inputs = inspect.signature(network.forward).parameters
+        # What it is called differs between releases of transformers.
+        found = [name for name in ("cache", "past_key_values") if name in self._inputs]
+        if not found:
+            msg = f"{type(network).__name__} takes no cache of transformers: it cannot be run here"
+            raise ValueError(msg)
+        self._cache_name: str = found[0]
 
     @property
     def experts_shape(self) -> tuple[int, int]:
@@ -166,16 +172,16 @@ class HfModel:
 
     def forward(self, sequences: Sequence[SequenceState]) -> None:
         """Compute the next token of each sequence; prompts one by one, the others as one batch."""
-        decoding: list[tuple[HfSequence, Any]] = []
+        decoding: list[tuple[HfSequence, SequenceCache]] = []
         with torch.inference_mode():
             for sequence in sequences:
                 if not isinstance(sequence, HfSequence) or sequence.closed or sequence.pending is not None:
                     continue
                 cache = sequence.cache  # it may be dropped meanwhile
                 if cache is None:
-                    cache = sequence.cache = new_cache(self._network.config)
+                    cache = sequence.cache = SequenceCache(self._network.config)
                     self._run_alone(sequence, cache)
-                elif self._batch_invariant or not can_join(cache):
+                elif self._batch_invariant or not cache.can_join:
                     self._run_alone(sequence, cache)
                 else:
                     decoding.append((sequence, cache))
@@ -184,17 +190,18 @@ class HfModel:
             elif decoding:
                 self._run_batch(decoding)
 
-    def _run_alone(self, sequence: HfSequence, cache: Any) -> None:  # noqa: ANN401  # untyped here
-        ids = sequence.tokens[cache.get_seq_length() :]
+    def _run_alone(self, sequence: HfSequence, cache: SequenceCache) -> None:
+        ids = sequence.tokens[cache.length :]
         start = sequence.params.logprob_start if sequence.wants_prompt_logprobs else None
-        logits = self._run([ids], cache, keep=1 if start is None else 0)[0]
+        logits = self._run([ids], cache.layers, keep=1 if start is None else 0)[0]
+        cache.length += len(ids)
         if start is not None:
             rest = sequence.params.prompt[start + 1 :]
             shown = torch.log_softmax(logits[start : start + len(rest)].float(), dim=-1)
             sequence.prompt_values = shown.gather(1, torch.tensor(rest, dtype=torch.int64)[:, None])[:, 0].tolist()
         self._note(sequence, cache, logits[-1], self._routing.take(1, len(ids))[0])
 
-    def _run_batch(self, decoding: Sequence[tuple[HfSequence, Any]]) -> None:
+    def _run_batch(self, decoding: Sequence[tuple[HfSequence, SequenceCache]]) -> None:
         sequences, caches = zip(*decoding, strict=True)
         joined, present = join(caches)
         lengths = present.sum(1, keepdim=True)
@@ -208,14 +215,14 @@ class HfModel:
 
     def _run(self, ids: list[list[int]], cache: Any, *, keep: int, **inputs: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # untyped here
         """Run the network; return the logits of the last ``keep`` positions (0: of all), ``[batch, keep, vocab]``."""
-        inputs[self._cache_name] = cache
-        logits: torch.Tensor = self._network(
-            input_ids=torch.tensor(ids), use_cache=True, logits_to_keep=keep, **inputs
-        ).logits
+        given = {"input_ids": torch.tensor(ids), "use_cache": True, "logits_to_keep": keep, **inputs}
+        # Some models need no positions, and some compute all logits.
+        known = {name: value for name, value in given.items() if name in self._inputs}
+        logits: torch.Tensor = self._network(**known, **{self._cache_name: cache}).logits
         return logits
 
     @staticmethod
-    def _note(sequence: HfSequence, cache: Any, logits: torch.Tensor, rows: torch.Tensor) -> None:  # noqa: ANN401  # untyped here
+    def _note(sequence: HfSequence, cache: SequenceCache, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """Note what a pass has computed, unless the sequence was retracted or released meanwhile."""
         if sequence.closed:
             sequence.release()
@@ -227,12 +234,12 @@ class HfModel:
     def used_tokens(self, sequences: Sequence[SequenceState]) -> int:  # noqa: ARG002  # it knows what it holds
         """The tokens in the KV caches of all sequences."""
         caches = [sequence.cache for sequence in self._sequences]
-        return sum(cache.get_seq_length() for cache in caches if cache is not None)
+        return sum(cache.length for cache in caches if cache is not None)
 
     def load_weights(self, path: str) -> None:
         """Replace all weights by those of a directory. Raises WeightsError or OSError."""
-        weights.load_directory(self._network, path)
+        self._weights.load_directory(path)
 
     def load_bucket(self, data: bytes) -> None:
         """Replace the weights that a bucket holds. Raises WeightsError."""
-        weights.load_bucket(self._network, data)
+        self._weights.load_bucket(data)
