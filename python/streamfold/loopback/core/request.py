@@ -15,7 +15,7 @@ from streamfold.loopback.core.reply import Finish, Reply, length
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from streamfold.loopback.core.causal_lm import CausalLM, LogprobsOf
+    from streamfold.loopback.core.causal_lm import CausalLM, LogprobsOf, SequenceState
     from streamfold.loopback.core.config import Config
     from streamfold.loopback.core.request_params import RequestParams
 
@@ -80,7 +80,7 @@ class EngineRequest(ABC):
         limit = self._sampling.max_new_tokens
         self._budget = room if limit is None else min(limit, room)
         self._stop_ids = self._find_stop_ids()
-        self.sequence = model.start(
+        self.sequence: SequenceState = model.start(
             params, stop_ids=self._stop_ids, counts_prompt=self.counts_prompt, logprobs_of=self._logprobs_of
         )
         self._text = self._make_text()

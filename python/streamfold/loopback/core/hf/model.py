@@ -33,10 +33,10 @@ class HfSequence:
     """
 
     def __init__(self, model: HfModel, params: RequestParams, sampler: Sampler) -> None:
-        self.params = params
+        self.params: RequestParams = params
         self.tokens: list[int] = [*params.prompt]
         self.cache: SequenceCache | None = None
-        self.closed = False
+        self.closed: bool = False
         self.pending: Outcome | None = None  # computed, and not drawn yet
         self.rows: list[npt.NDArray[np.int32]] = []  # routed experts of the positions in the cache
         self.prompt_values: list[float] | None = None  # logprobs of the prompt's tokens behind the first one asked for

@@ -34,16 +34,15 @@ class Routing:
         text = config.get_text_config()
         self._seen: dict[int, torch.Tensor] = {}
         layers = 0
+        self.num_experts: int = 1
         for name, module in network.named_modules():
             place, layer = _place_of_ids(module), _LAYER.search(f".{name}.")
             if place is not None and layer is not None:
                 module.register_forward_pre_hook(self._hook(int(layer.group(1)), place), with_kwargs=True)
                 layers += 1
-                self.num_experts: int = max(getattr(module, "num_experts", 0), getattr(self, "num_experts", 0))
+                self.num_experts = max(self.num_experts, getattr(module, "num_experts", 0))
         self.num_layers: int = text.num_hidden_layers if layers else 0
         self.top_k: int = text.num_experts_per_tok if layers else 0
-        if not layers:
-            self.num_experts = 1
 
     def _hook(self, layer: int, place: int) -> Any:  # noqa: ANN401  # a torch hook
         def record(_module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:

@@ -29,7 +29,7 @@ class Outcome:
     """
 
     def __init__(self, token: int, reported: torch.Tensor, kept: torch.Tensor, kept_logprobs: torch.Tensor) -> None:
-        self.token = token
+        self.token: int = token
         self._reported = reported
         self._kept = kept
         self._kept_logprobs = kept_logprobs

@@ -24,7 +24,7 @@ class HfTokenizer:
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:  # noqa: ANN401  # untyped here
         self._tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids: frozenset[int] = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
         """Tokenize text as the engines do, with the special tokens that the tokenizer adds."""
