@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.opaque import Opaque
     from streamfold.rollout.pool import Pool
     from streamfold.rollout.rollout import Rollout, RolloutResult
+    from streamfold.samples.batch import Batch, collate
     from streamfold.samples.completion import complete
     from streamfold.samples.merging import merge
     from streamfold.samples.observation import append_observation
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from streamfold.samples.sample import Sample
 
 __all__ = [
+    "Batch",
     "Buffer",
     "Call",
     "Client",
@@ -63,6 +65,7 @@ __all__ = [
     "Trace",
     "__version__",
     "append_observation",
+    "collate",
     "complete",
     "merge",
     "prompt_groups",
@@ -70,6 +73,7 @@ __all__ = [
 
 # Loaded on first access: a program that needs only a parser or a client starts sooner.
 _LATER = {
+    "Batch": "samples.batch",
     "Buffer": "rollout.buffer",
     "CompletionOptions": "samples.options",
     "Group": "rollout.groups",
@@ -84,6 +88,7 @@ _LATER = {
     "Tokenizer": "_types",
     "Trace": "client.trace",
     "append_observation": "samples.observation",
+    "collate": "samples.batch",
     "complete": "samples.completion",
     "merge": "samples.merging",
     "prompt_groups": "rollout.groups",

@@ -8,9 +8,9 @@ import pytest
 
 EXPORTED = {
     "streamfold": """
-        Buffer Call Client CompletionOptions DecodeError EngineError EngineTimeout Experts Generation Group Limits
+        Batch Buffer Call Client CompletionOptions DecodeError EngineError EngineTimeout Experts Generation Group Limits
         Opaque Parser Pool Retries Rollout RolloutConfig RolloutResult Running Sample SampleLike Source
-        StreamTruncated StreamfoldError Timeouts Timings Tokenizer Trace __version__ append_observation complete
+        StreamTruncated StreamfoldError Timeouts Timings Tokenizer Trace __version__ append_observation collate complete
         merge prompt_groups
     """,
     "streamfold.slime": """

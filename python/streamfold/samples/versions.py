@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     Span = tuple[str | None, int, int]
 
-__all__ = ["cover", "versions_of"]
+__all__ = ["cover", "response_spans", "versions_of"]
 
 
 def cover(spans: Sequence[Span], loss_mask: Sequence[int]) -> list[Span]:
@@ -46,3 +46,17 @@ def versions_of(spans: Sequence[Span]) -> list[str]:
     """The versions that are known, in order; one that goes on is listed once."""
     known = (version for version, _, _ in spans if version is not None)
     return [version for version, _ in itertools.groupby(known)]
+
+
+def response_spans(sample: Any) -> list[Span]:  # noqa: ANN401  # ours or a host's
+    """The spans over the response tokens of a sample; empty if it does not say which tokens a version has generated.
+
+    Ours are in ``version_spans``. Newer samples of miles hold those of each call in ``weight_versions``, by positions
+    of all tokens.
+    """
+    spans = getattr(sample, "version_spans", None)
+    if spans is not None:
+        return list(spans)
+    calls = [getattr(call, "spans", ()) for call in getattr(sample, "weight_versions", None) or ()]
+    prompt = len(sample.tokens) - sample.response_length
+    return [(span.version, span.abs_start - prompt, span.abs_end - prompt) for call in calls for span in call]
