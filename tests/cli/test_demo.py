@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from typer.testing import CliRunner
 
 from streamfold.cli import demo_job as demo
+from streamfold.cli.main import app
 from streamfold.loopback import Loopback
 from streamfold.samples.sample import Sample
 from support.paths import EXAMPLES
@@ -189,3 +191,18 @@ def test_samples_are_written_one_a_line(report: demo.Report, tmp_path: Path) -> 
         assert told["text"] == sample.response
         assert told["reward"] == sample.reward
         assert told["calls"] == outcome.calls
+
+
+def test_training_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = CliRunner().invoke(app, ["demo", "--train"])
+    assert done.exit_code == 2
+    assert "--train needs" in done.stderr
+    assert "pip install 'streamfold[loopback,train]'" in done.stderr
+
+
+def test_training_is_refused_with_an_engine_that_takes_no_weights() -> None:
+    done = CliRunner().invoke(app, ["demo", "--train", "--engine", "vllm"])
+    assert done.exit_code == 2
+    assert "--train is for --engine sglang" in done.stderr

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PACKAGE = ROOT / "python" / "streamfold"
 # Used only on values of their own types, which nobody has without them.
 OPTIONAL = {"torch", "PIL"}
+IN_NOTEBOOKS = {"IPython"}  # where it was imported before
+IN_TRANSFORMERS = {"tokenizers"}  # which requires it
 # By the extra: the one module that imports it, the name there, and the distribution.
 OF_EXTRAS = {
     "otel": ("telemetry/otel.py", "opentelemetry", "opentelemetry-api"),
@@ -45,28 +47,39 @@ def imported(path: Path) -> Iterator[str]:
 
 def needed_extra(path: Path) -> str | None:
     """The extra without which a module cannot be imported."""
+    if "training" in path.parts or path.name == "demo_train.py":
+        return "train"
     return next((extra for extra in ("hf", "loopback") if extra in path.relative_to(PACKAGE).parts), None)
 
 
-@pytest.mark.parametrize(("extra", "used"), [("hf", "transformers"), ("loopback", "h11"), (None, "httpx")])
+@pytest.mark.parametrize(
+    ("extra", "used"), [("hf", "transformers"), ("loopback", "h11"), ("train", "torch"), (None, "httpx")]
+)
 def test_every_package_that_is_imported_is_declared_where_it_is_needed(extra: str | None, used: str) -> None:
     paths = [path for path in PACKAGE.rglob("*.py") if needed_extra(path) == extra]
     names = {name for path in paths for name in imported(path)} - sys.stdlib_module_names - {"streamfold"}
     assert names >= {used}
     known = declared("dependencies") | (declared(extra) if extra else {})
     of_extras = set() if extra else {name for _, name, _ in OF_EXTRAS.values()}
-    assert names - OPTIONAL - known.keys() == of_extras
+    assert names - OPTIONAL - IN_NOTEBOOKS - IN_TRANSFORMERS - known.keys() == of_extras
 
 
 @pytest.mark.parametrize("extra", OF_EXTRAS)
 def test_a_package_of_an_extra_is_imported_in_one_module_alone(extra: str) -> None:
     module, name, distribution = OF_EXTRAS[extra]
-    importing = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if name in imported(path)}
+    paths = [path for path in PACKAGE.rglob("*.py") if needed_extra(path) is None]
+    importing = {path.relative_to(PACKAGE).as_posix() for path in paths if name in imported(path)}
     assert importing == {module}
     (bounds,) = declared(extra).values()
     assert declared(extra) == {distribution: bounds}
     tested = declared("test")
     assert tested.get(distribution, tested.get("opentelemetry-sdk")) == bounds
+
+
+def test_what_several_extras_require_has_the_same_bounds_in_all_of_them() -> None:
+    extras = [declared(name) for name in ("hf", "torch", "train")]
+    for name in extras[0]:
+        assert {bounds[name] for bounds in extras if name in bounds} == {extras[0][name]}
 
 
 def test_the_tests_run_under_the_newest_uvicorn_that_the_loopback_extra_allows() -> None:

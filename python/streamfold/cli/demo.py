@@ -1,4 +1,7 @@
-"""``streamfold demo``: runs two rollouts on loopback engines, and prints metrics, some samples and the checks."""
+"""``streamfold demo``: runs two rollouts on loopback engines, and prints metrics, some samples and the checks.
+
+With ``--train`` it trains a model instead: see :mod:`streamfold.cli.demo_train`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from rich.table import Table
 
 from streamfold.cli.console import check_out, console, fail, import_loopback, print_json
 from streamfold.cli.demo_job import read_prompts, run, write
+from streamfold.cli.demo_train import run_training
 from streamfold.cli.printing import AsJson, Quiet, Verbose, output
 from streamfold.client.trace import Trace
 from streamfold.rollout.atomic_file import save_error
@@ -66,6 +70,16 @@ def command(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Sampling seed: another seed generates other samples.")] = 0,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Instead, train a tiny mixture-of-experts model on its own samples, with new weights in the engine "
+            "after each step. Needs the extra train (torch, transformers, matplotlib), and a few minutes of two cores. The plot of "
+            "the reward goes to OUT with the suffix .png.",
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of --train.")] = 30,
     trace: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="File for a trace of all calls, which ui.perfetto.dev opens. Default: none."),
@@ -81,11 +95,16 @@ def command(
     otherwise with 1.
     """
     try:
-        texts = read_prompts(prompts)
-        check_out(out)
+        check_out(out.with_suffix(".png") if train else out)
+        if train and engine != "sglang":
+            raise ValueError(f"--train is for --engine sglang: {engine} takes no weights here")
+        texts = [] if train else read_prompts(prompts)
         timeline = None if trace is None else Trace(trace)
     except (OSError, ValueError) as error:
         fail(str(error))
+    if train:
+        run_training(prompts, out.with_suffix(".png"), steps=steps, incremental=incremental, seed=seed)
+        return
     import_loopback()
     with output(verbose=verbose, quiet=quiet):
         on_step = (lambda _line: None) if as_json else console.print

@@ -1,18 +1,19 @@
 """Log-probabilities of a batch as the engine computed them: through the streamed experts, over the streamed top-p ids.
 
-**Routing replay.** An engine and a trainer compute the same router logits in another order of sums, so now and then they
-pick another expert for the same token, and its log-probability jumps. :func:`routing_replay` lets the routers of a
-Qwen3-MoE take the experts that the engine took; the gate weights still come from the trainer's own router logits, so the
-router gets its gradient.
+**Routing replay.** An engine and a trainer compute the same router logits in another order of sums or in another dtype,
+so now and then they pick another expert for the same token, and its log-probability jumps. :func:`routing_replay` lets
+the routers of a Qwen3-MoE take the experts that the engine took; the gate weights still come from the trainer's own
+router logits, so that the router gets its gradient.
 
-**Top-p replay.** A token sampled with top-p was drawn from a part of the vocabulary. :func:`token_log_probs` renormalises
-over that part: log p(x) - log sum of p over the kept ids.
+**Top-p replay.** A token sampled with top-p was drawn from a part of the vocabulary. :func:`token_log_probs`
+renormalises over that part: log p(x) - log sum of p over the kept ids.
 """
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
 
 __all__ = ["batch_log_probs", "routing_replay", "token_log_probs"]
+
+_LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 
 
 def batch_log_probs(
@@ -48,27 +51,39 @@ def batch_log_probs(
 
 @contextmanager
 def routing_replay(model: Any, experts: torch.Tensor | None) -> Iterator[None]:  # noqa: ANN401
-    """Within it, the routers of a Qwen3-MoE take given experts, in the order of its MoE layers.
+    """Within it, the routers of a Qwen3-MoE take given experts.
 
     Args:
         model: of transformers.
-        experts: ``[batch, length, num_layers, top_k]`` of the inputs of a forward pass. Rows of padding (every slot -1,
-            255 of uint8, or 65535 of uint16) leave the choice to the router. None: all do.
+        experts: ``[batch, length, num_layers, top_k]`` of the inputs of a forward pass, one for each hidden layer; what
+            stands there for a layer without experts is ignored. Rows of padding (every slot -1, 255 of uint8, or 65535
+            of uint16) leave the choice to the router. None: all do.
 
     Raises:
-        ValueError: the model has another number of MoE layers.
+        ValueError: the model has no router, or another number of layers.
     """
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: PLC0415
-
     with ExitStack() as stack:
         if experts is not None:
-            routers = [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
-            if len(routers) != experts.shape[2]:
-                raise ValueError(f"routed_experts have {experts.shape[2]} layers, but the model has {len(routers)} routers")
-            for layer, router in enumerate(routers):
+            for layer, router in _routers(model, experts.shape[2]):
                 handle = router.register_forward_hook(_Replay(experts[:, :, layer]))
                 stack.callback(handle.remove)
         yield
+
+
+def _routers(model: Any, layers: int) -> list[tuple[int, Any]]:  # noqa: ANN401  # transformers has no types
+    """The routers of a model, each with the number of its layer."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: PLC0415
+
+    found = [
+        (int(place[1]), module)
+        for name, module in model.named_modules()
+        if isinstance(module, Qwen3MoeTopKRouter) and (place := _LAYER.search(name))
+    ]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no router of a Qwen3-MoE")
+    if layers != model.config.num_hidden_layers:
+        raise ValueError(f"routed_experts have {layers} layers, but the model has {model.config.num_hidden_layers}")
+    return found
 
 
 class _Replay:
@@ -114,11 +129,11 @@ def _kept_log_sum(logits: torch.Tensor, log_sum: torch.Tensor, batch: Tensors) -
     counts = offsets.diff().reshape(rows, inputs + 1)[:, 1:].reshape(-1)
     first = offsets[:-1].reshape(rows, inputs + 1)[:, 1:].reshape(-1)
     position = torch.repeat_interleave(torch.arange(rows * inputs), counts)
-    within = torch.arange(len(position)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    within = torch.arange(len(position)) - (counts.cumsum(0) - counts)[position]
     kept = batch["top_p_token_ids"].long()[first[position] + within]
-    values = logits.reshape(rows * inputs, -1)[position, kept]
-    highest = log_sum.reshape(-1).detach()
-    sums = torch.zeros_like(highest).index_add(0, position, torch.exp(values - highest[position]))
-    return torch.where(counts > 0, highest + sums.clamp_min(torch.finfo(sums.dtype).tiny).log(), log_sum.reshape(-1)).reshape(
-        rows, inputs
-    )
+    whole = log_sum.reshape(-1)
+    # Over the share of the whole, so that no exponential is out of range.
+    shares = torch.exp(logits.reshape(rows * inputs, -1)[position, kept] - whole.detach()[position])
+    sums = torch.zeros_like(whole).index_add(0, position, shares)
+    kept_sum = whole.detach() + torch.where(counts > 0, sums, 1.0).log()
+    return torch.where(counts > 0, kept_sum, whole).reshape(rows, inputs)

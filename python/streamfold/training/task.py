@@ -1,4 +1,4 @@
-"""The task of the training demo: prompts that ask for digits or for capital letters, and the rule that judges answers."""
+"""The task of the training demo: prompts that ask for digits or for capital letters, and the rule that judges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def read_prompts(path: Path | None = None) -> list[dict[str, Any]]:
     prompts = [orjson.loads(line) for line in source.read_bytes().splitlines()]
     for number, prompt in enumerate(prompts, start=1):
         if prompt["label"] not in _IS_RIGHT:
-            raise ValueError(f"{source}, line {number}: the label is {prompt['label']!r}, not one of {', '.join(_IS_RIGHT)}")
+            raise ValueError(
+                f"{source}, line {number}: the label is {prompt['label']!r}, not one of {', '.join(_IS_RIGHT)}"
+            )
     return prompts
 
 

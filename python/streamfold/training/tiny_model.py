@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,16 +15,19 @@ _PAD: Final = "<|pad|>"
 _VOCABULARY: Final = 384  # 256 bytes, the two special tokens, merges
 
 
-def make_model(path: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
+def make_model(
+    path: Path, texts: Iterable[str], *, seed: int = 0, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> Path:
     """Write a Qwen3-MoE with random weights, and a byte-level BPE tokenizer trained on some texts.
 
-    It has 0.45 million parameters: 4 layers of 8 experts, of which each token takes 2. In float32, so that log-probabilities
-    of engine and trainer can be compared to 1e-5.
+    It has half a million parameters: 4 layers of 8 experts, of which each token takes 2.
 
     Args:
         path: a folder, made if it is not there: ``config.json``, ``model.safetensors`` and the tokenizer's files.
         texts: what the tokenizer learns its merges from.
         seed: of the weights.
+        dtype: of the weights, and of an engine that runs them. In float32 its log-probabilities equal a trainer's to
+            1e-5.
 
     Returns:
         The folder.
@@ -35,7 +38,7 @@ def make_model(path: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
     tokenizer = _tokenizer(texts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(_config(tokenizer)).to(torch.float32)
+        model = Qwen3MoeForCausalLM(_config(tokenizer)).to(getattr(torch, dtype))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -80,4 +83,6 @@ def _tokenizer(texts: Iterable[str]) -> Any:  # noqa: ANN401  # transformers has
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_EOS, pad_token=_PAD, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=_EOS, pad_token=_PAD, clean_up_tokenization_spaces=False
+    )
