@@ -1,11 +1,14 @@
 """Train a tiny mixture-of-experts model on its own samples, on a CPU: rollout, train, update, again.
 
-    python examples/tiny_moe/train.py --seed 0 --out run
+    python examples/tiny_moe/train.py --seeds 0 1 2 --out run
 
-It makes the model, starts a loopback engine that runs it, and trains for 30 steps of GRPO. Each rollout aborts what is
-not needed any more; the next one resumes it with the new weights. The loop itself is
-``python/streamfold/training/loop.py``. In ``--out`` are the table (``table.md``), the plot (``reward.png``), and the
-trained model.
+For each seed it makes a model, starts a loopback engine that runs it, and trains for 30 steps of GRPO. Each rollout
+aborts what is not needed any more; the next one resumes it with the new weights. The loop itself, the part to copy, is
+python/streamfold/training/loop.py. --out gets a table of each run, and a plot of the rewards.
+
+Columns: groups that were aborted, samples that were resumed, mean reward, gradient norm, mean ratio of new to old
+probability, buckets of weights sent, weight versions of a sample, mean absolute difference between streamed and
+recomputed log-probabilities, the same without routing replay, seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from streamfold.loopback import Loopback
 from streamfold.training.config import TrainConfig
@@ -27,6 +31,7 @@ from streamfold.training.task import read_prompts
 from streamfold.training.tiny_model import make_model
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
+FEW = 5  # steps at the start and at the end whose rewards are compared
 OPTIONS = {
     "steps": "rollouts, each with an optimizer step",
     "groups": "groups of each step",
@@ -43,7 +48,7 @@ OPTIONS = {
 
 
 def arguments() -> argparse.Namespace:
-    """The command line's."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = TrainConfig()
     for name, meaning in OPTIONS.items():
@@ -51,55 +56,65 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{meaning} ({value})")
     parser.add_argument("--mask-offpolicy", action="store_true", help="do not train on tokens of older weights")
     parser.add_argument("--no-replay", action="store_true", help="let the trainer's routers choose the experts")
-    parser.add_argument("--incremental", action="store_true", help="of the stream: new tokens, not the whole response")
-    parser.add_argument("--engine-dtype", choices=["float32", "bfloat16"], default="float32", help="of the engine")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the engine's sampling")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--incremental", action="store_true", help="stream new tokens, not the whole response so far")
+    parser.add_argument("--engine-dtype", choices=["float32", "bfloat16"], default="float32", help="of its weights")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="of the weights and of the sampling: a run each"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of torch; for more, the matrices are too small (1)")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="with prompt and label in each line")
-    parser.add_argument("--out", type=Path, help="folder for the table, the plot and the model")
+    parser.add_argument("--out", type=Path, help="folder for the tables and the plot")
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace, folder: Path) -> list[StepReport]:
-    """Make the model, start the engine, and train."""
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+def run(args: argparse.Namespace, seed: int) -> list[StepReport]:
+    """Make a model, start an engine with it, and train."""
     prompts = read_prompts(args.prompts)
-    path = make_model(folder, [prompt["prompt"] for prompt in prompts], seed=args.seed, dtype=args.engine_dtype)
     config = TrainConfig(
         **{name: getattr(args, name) for name in OPTIONS},
         mask_offpolicy=args.mask_offpolicy,
         replays_experts=not args.no_replay,
     )
-    engine: dict[str, Any] = {
-        "model": f"hf:{path}",
-        "incremental": args.incremental,
-        "sampling_seed": args.seed,
-        "max_running_requests": config.concurrency,
-        "weight_version": FIRST_VERSION,
-    }
-    print(HEADER)
-    with Loopback(**engine) as loopback:
-        return asyncio.run(
-            train(loopback.url, path, prompts, config, on_step=lambda report: print(row_of(report), flush=True))
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [prompt["prompt"] for prompt in prompts]
+        path = make_model(Path(folder), texts, seed=seed, dtype=args.engine_dtype)
+        engine = Loopback(
+            model=f"hf:{path}",
+            incremental=args.incremental,
+            sampling_seed=seed,
+            max_running_requests=config.concurrency,
+            weight_version=FIRST_VERSION,
         )
+        with engine:
+            return asyncio.run(
+                train(engine.url, path, prompts, config, on_step=lambda report: print(row_of(report), flush=True))
+            )
+
+
+def summary(reports: list[StepReport], seconds: float, cpu: float) -> str:
+    """What a run has brought, in one line."""
+    first, last = (sum(report.reward for report in part) / len(part) for part in (reports[:FEW], reports[-FEW:]))
+    spent = f"{seconds:.0f} s, {cpu:.0f} s of CPU"
+    return f"mean reward {first:.3f} in the first {FEW} steps, {last:.3f} in the last: {last - first:+.3f} ({spent})"
 
 
 def main() -> None:
     """Run, and write what came out."""
     args = arguments()
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    runs: dict[str, list[StepReport]] = {}
+    for seed in args.seeds:
+        started, began = time.perf_counter(), time.process_time()
+        print(f"seed {seed}", HEADER, sep="\n")
+        runs[f"seed {seed}"] = reports = run(args, seed)
+        told = summary(reports, time.perf_counter() - started, time.process_time() - began)
+        print(told)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-        reports = run(args, Path(folder) if args.out is None else args.out / "model")
-    few = min(5, len(reports))
-    first, last = (sum(report.reward for report in part) / few for part in (reports[:few], reports[-few:]))
-    print(f"mean reward {first:.3f} (first {few} steps), {last:.3f} (last {few}): {last - first:+.3f}")
-    print(f"{time.perf_counter() - started:.0f} s")
+            (args.out / f"seed-{seed}.md").write_text(f"{as_markdown(reports)}\n{told}\n", encoding="utf-8")
     if args.out is not None:
-        (args.out / "table.md").write_text(as_markdown(reports), encoding="utf-8")
-        plot_rewards({f"seed {args.seed}": reports}, args.out / "reward.png")
+        plot_rewards(runs, args.out / "reward.png")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,12 @@ def test_groups_whose_rewards_are_all_equal_give_no_gradient(tiny: Path, monkeyp
     assert report.stats.grad_norm == 0
 
 
+@pytest.mark.parametrize("name", ["steps", "epochs", "bucket_bytes"])
+def test_a_setting_below_1_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+        dataclasses.replace(SMALL, **{name: 0})
+
+
 # The task.
 
 
@@ -150,9 +156,10 @@ def test_the_example_makes_its_model_trains_it_and_writes_table_and_plot(tmp_pat
     command = [sys.executable, str(TINY / "train.py"), *options, "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == HEADER
-    assert "mean reward" in done.stdout
-    assert len((tmp_path / "run" / "table.md").read_text().splitlines()) == 4
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["seed 0", HEADER]
+    assert lines[-1].startswith("mean reward")
+    assert (tmp_path / "run" / "seed-0.md").read_text().splitlines()[-1] == lines[-1]
     assert (tmp_path / "run" / "reward.png").stat().st_size > 1000
 
 

@@ -75,8 +75,8 @@ def command(
         typer.Option(
             "--train",
             help="Instead, train a tiny mixture-of-experts model on its own samples, with new weights in the engine "
-            "after each step. Needs the extra train (torch, transformers, matplotlib), and a few minutes of two cores. The plot of "
-            "the reward goes to OUT with the suffix .png.",
+            "after each step. Needs the extra train (torch, transformers, matplotlib), and a few minutes of two cores. "
+            "The plot of the reward goes to OUT with the suffix .png.",
         ),
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps of --train.")] = 30,

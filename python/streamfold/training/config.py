@@ -39,10 +39,10 @@ class TrainConfig:
 
     steps: int = 30
     groups: int = 16
-    over_sampling: int = 20
+    over_sampling: int = 24
     n_samples: int = 8
-    concurrency: int = 64
-    max_new_tokens: int = 24
+    concurrency: int = 44
+    max_new_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None

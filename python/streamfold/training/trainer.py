@@ -175,7 +175,7 @@ def _of_version(batch: Batch, version: str) -> npt.NDArray[np.bool_]:
     if version not in batch.versions:
         return np.zeros(batch.version_index.shape, np.bool_)
     index = batch.version_index
-    is_current = index == batch.versions.index(version)
+    is_current: npt.NDArray[np.bool_] = index == batch.versions.index(version)
     has_others = (~is_current & (index >= 0)).any(axis=1)
     is_current[has_others] = False
     return is_current
