@@ -38,15 +38,15 @@ class TrainConfig:
     """
 
     steps: int = 30
-    groups: int = 16
-    over_sampling: int = 24
+    groups: int = 12
+    over_sampling: int = 18
     n_samples: int = 8
     concurrency: int = 44
     max_new_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    learning_rate: float = 1e-2
+    learning_rate: float = 8e-3
     clip: float = 0.2
     epochs: int = 1
     max_grad_norm: float = 1.0
