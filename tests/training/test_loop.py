@@ -163,6 +163,18 @@ def test_the_example_makes_its_model_trains_it_and_writes_table_and_plot(tmp_pat
     assert (tmp_path / "run" / "reward.png").stat().st_size > 1000
 
 
+def test_the_difference_that_replay_makes_is_measured(tmp_path: Path) -> None:
+    """A trainer in float32 chooses other experts than an engine in bfloat16."""
+    command = [sys.executable, str(TINY / "measure_replay.py"), "--repeat", "1", "--max-new-tokens", "12"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [[dtype, way] for dtype in ("float32", "bfloat16") for way in ("yes", "no")]
+    exact, _, replayed, own = (float(row[2]) for row in rows)
+    assert exact < 1e-5
+    assert replayed < own, "the experts of the engine are not nearer than the trainer's own"
+
+
 def test_the_demo_trains_and_draws_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamfold.training.config.TrainConfig", lambda steps: dataclasses.replace(SMALL, steps=steps))
     done = CliRunner().invoke(app, ["demo", "--train", "--steps", "2", "--out", str(tmp_path / "learned.jsonl")])
