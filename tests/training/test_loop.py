@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import subprocess
+import runpy
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from support.paths import EXAMPLES, ROOT
 from support.training import MODES, SHAPE, engine, load
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -150,25 +151,34 @@ def test_the_table_and_the_plot_have_every_step(tmp_path: Path) -> None:
 # The commands.
 
 
-def test_the_example_makes_its_model_trains_it_and_writes_table_and_plot(tmp_path: Path) -> None:
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Runs a script of the example, in this process, which has torch; gives the lines that it prints."""
+
+    def run(script: str, *options: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
+        runpy.run_path(str(TINY / script), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_the_example_makes_its_model_trains_it_and_writes_table_and_plot(
+    tmp_path: Path, printed: Callable[..., list[str]]
+) -> None:
     small = {"steps": 2, "groups": 2, "over-sampling": 3, "n-samples": 2, "max-new-tokens": 6, "top-p": 0.9}
     options = [word for name, value in small.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(TINY / "train.py"), *options, "--out", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = printed("train.py", *options, "--out", tmp_path / "run")
     assert lines[:2] == ["seed 0", HEADER]
     assert lines[-1].startswith("mean reward")
     assert (tmp_path / "run" / "seed-0.md").read_text().splitlines()[-1] == lines[-1]
     assert (tmp_path / "run" / "reward.png").stat().st_size > 1000
 
 
-def test_the_difference_that_replay_makes_is_measured(tmp_path: Path) -> None:
+def test_the_difference_that_replay_makes_is_measured(printed: Callable[..., list[str]]) -> None:
     """A trainer in float32 chooses other experts than an engine in bfloat16."""
-    command = [sys.executable, str(TINY / "measure_replay.py"), "--repeat", "1", "--max-new-tokens", "12"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    lines = printed("measure_replay.py", "--repeat", 1, "--max-new-tokens", 12)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert [row[:2] for row in rows] == [[dtype, way] for dtype in ("float32", "bfloat16") for way in ("yes", "no")]
     exact, _, replayed, own = (float(row[2]) for row in rows)
     assert exact < 1e-5
@@ -185,10 +195,8 @@ def test_the_demo_trains_and_draws_the_reward(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["learned.png"]
 
 
-def test_the_model_of_the_example_is_made_without_a_download(tmp_path: Path) -> None:
-    command = [sys.executable, str(TINY / "make_model.py"), str(tmp_path / "model"), "--dtype", "bfloat16"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_model_of_the_example_is_made_without_a_download(tmp_path: Path, printed: Callable[..., list[str]]) -> None:
+    assert printed("make_model.py", tmp_path / "model", "--dtype", "bfloat16") == [str(tmp_path / "model")]
     made = load(tmp_path / "model")
     assert sum(weight.numel() for weight in made.parameters()) < 1_000_000
     shape = made.config

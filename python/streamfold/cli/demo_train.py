@@ -71,6 +71,7 @@ def _import_training() -> tuple[ModuleType, ModuleType]:
 
         from streamfold.training import loop, report  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        fail(f"--train needs {error.name}: pip install 'streamfold[loopback,train]'")
+        missing = (error.name or "").partition(".")[0]
+        fail(f"--train needs {missing}: pip install 'streamfold[loopback,train]'")
     logging.disable_progress_bar()
     return loop, report
