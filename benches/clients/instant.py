@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from streamfold import Parser
+from streamfold._core import Durations
 from streamfold.client.drivers.base import Head
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class InstantExchange:
     def passed(self) -> int:
         """None: it sends single requests."""
         return 0
+
+    def gaps(self) -> tuple[Durations, int]:
+        """One read brings all tokens."""
+        return Durations(), min(1, self.token_count)
 
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far."""

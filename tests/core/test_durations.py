@@ -34,6 +34,7 @@ def test_merging_adds_those_of_another_and_of_itself() -> None:
     one.add(1.0, 2)
     other.add(3.0)
     one.merge(other)
-    assert (one.count, one.sum, one.quantile(0.5), one.quantile(1.0)) == (3, 5.0, pytest.approx(1.0, rel=0.032), 3.0)
+    assert (one.count, one.sum, one.quantile(1.0)) == (3, 5.0, 3.0)
+    assert one.quantile(0.5) == pytest.approx(1.0, rel=0.032)
     one.merge(one)
     assert (one.count, one.sum, other.count) == (6, 10.0, 1)

@@ -13,8 +13,9 @@ import pytest
 from streamfold import Client, EngineError, Experts
 from streamfold.client.responses import error_message, retry_after
 from streamfold.client.urls import normalize_base_url
-from streamfold.engines.base import RequestOptions, token_array
+from streamfold.engines.base import RequestOptions
 from streamfold.engines.sglang import Sglang
+from streamfold.engines.token_ids import token_array
 from streamfold.integrations.base import router_url
 
 ENGINE = Sglang()

@@ -105,7 +105,7 @@ def test_groups_whose_rewards_are_all_equal_give_no_gradient(tiny: Path, monkeyp
 @pytest.mark.parametrize("name", ["steps", "epochs", "bucket_bytes"])
 def test_a_setting_below_1_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-        dataclasses.replace(SMALL, **{name: 0})
+        dataclasses.replace(SMALL, **{name: 0})  # type: ignore[arg-type]  # all of them are int
 
 
 # The task.
