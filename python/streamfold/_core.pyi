@@ -306,7 +306,7 @@ class Generation:
         """The arrays as torch tensors that share their memory. Imports torch.
 
         Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids`` and
-        ``top_p_offsets``. Arrays that are None are left out. Raises ImportError if torch is not installed.
+        ``top_p_offsets``. Arrays that are None are left out. Raises ``ImportError`` without torch.
         """
     def __eq__(self, other: object, /) -> bool:
         """Compares all fields but the timings; arrays bit by bit, so that a logprob of -0.0 does not equal 0.0."""

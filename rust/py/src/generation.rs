@@ -207,7 +207,7 @@ impl Generation {
     /// The arrays as torch tensors that share their memory. Imports torch.
     ///
     /// Keys: ``token_ids``, ``logprobs``, ``routed_experts``, ``prompt_token_ids``, ``top_p_token_ids`` and
-    /// ``top_p_offsets``. Arrays that are None are left out. Raises ImportError if torch is not installed.
+    /// ``top_p_offsets``. Arrays that are None are left out. Raises ``ImportError`` without torch.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let torch = py.import("torch").map_err(|error| explain_missing_torch(py, error))?;
         let from_numpy = torch.getattr("from_numpy")?;
