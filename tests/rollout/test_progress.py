@@ -154,6 +154,16 @@ async def test_where_the_trainer_has_a_bar_only_lines_are_logged(often: pytest.L
     assert terminal.getvalue() == ""
 
 
+async def test_tokens_between_the_end_of_their_call_and_their_sample_are_not_missing() -> None:
+    shown, terminal = [state(tokens=50)], io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=100)
+    with ProgressView("rollout 0", "groups", 4, lambda: shown[0], console=console):
+        await until(lambda: " 50 tokens" in terminal.getvalue())
+        shown[0] = state(1, tokens=30)
+        await until(lambda: "1/4" in terminal.getvalue())
+    assert " 30 tokens" not in terminal.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (3599, "59:59"), (3727, "1:02:07")]
 )

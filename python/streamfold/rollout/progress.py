@@ -89,6 +89,7 @@ class ProgressView:
         self._display: _Display | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._has_logged = False
+        self._most_tokens = 0
         self._seen: deque[tuple[float, int]] = deque()  # times, and the tokens that had come
 
     def __enter__(self) -> Self:
@@ -156,7 +157,7 @@ class ProgressView:
     def _text(self) -> tuple[int, str]:
         """What is done, and a line about the rest."""
         state = self._look()
-        tokens, calls = state.tokens + state.calls.tokens, state.calls
+        tokens, calls = self._tokens(state), state.calls
         parts = [f"{state.in_flight} in flight", f"{tokens:,} tokens", f"{self._rate(tokens):,.0f}/s"]
         parts += [f"{count:,} {name}" for name, count in state.counts.items() if count]
         if calls.slowest_age is not None:
@@ -165,6 +166,14 @@ class ProgressView:
         if done > 0 and left > 0:
             parts.append(f"ETA {_clock(self._seconds / done * left)}")
         return state.done, ", ".join(parts)
+
+    def _tokens(self, state: RunState) -> int:
+        """Tokens so far. What a call has brought is for a moment in no count, between its end and its sample."""
+        tokens = state.tokens + state.calls.tokens
+        if self._total is None:  # a pool counts anew when its metrics are read
+            return tokens
+        self._most_tokens = max(self._most_tokens, tokens)
+        return self._most_tokens
 
     def _rate(self, tokens: int) -> float:
         """Tokens per second, over the last seconds."""
