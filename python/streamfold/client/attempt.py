@@ -146,7 +146,7 @@ class Attempt(Progress):
                 request is sent, which does not leave if this is true, and again right after.
         """
         self._owner, self._has_flag = owner, has_flag
-        self.started_at = time.monotonic()
+        self._note_start()
         try:
             self._exchange = self._driver.start(self._request.with_rid(self.rid, fresh=fresh), self._listen)
         except Exception as error:  # noqa: BLE001  # raised to those who await the call
@@ -220,7 +220,7 @@ class Attempt(Progress):
         """Nothing is awaited between the look at the host's flag and the first byte."""
         if self._exchange is None or self._owner is None or (self._has_flag and self._owner.check_abort()):
             return
-        self.sent_at = time.monotonic()
+        self._note_sent()
         if self._state is State.SENDING:
             self._on(Event.SENT)
         else:  # it did not leave: the server had closed the kept connection

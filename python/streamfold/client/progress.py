@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,12 @@ class Progress:
         self.sent_at: float = math.inf
         self._exchange: Exchange | None = None
         self._generation: Generation | None = None
+
+    def _note_start(self) -> None:
+        self.started_at = time.monotonic()
+
+    def _note_sent(self) -> None:
+        self.sent_at = time.monotonic()
 
     @property
     def token_count(self) -> int:
