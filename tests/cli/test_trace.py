@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from streamfold.cli.main import app
 from streamfold.cli.waterfall import Row, Waterfall, read_trace
 from streamfold.loopback import Loopback
-from support.traces import lines, phases, records
+from support.traces import args_of, lines, phases, records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +82,20 @@ def test_a_rollout_writes_a_trace_that_becomes_a_picture(tmp_path: Path) -> None
         assert picture.width > 500
         colors = picture.convert("RGB").getcolors(1 << 20) or []
     assert {(66, 146, 198), (253, 174, 107)} <= {color for _, color in colors}, "tokens and prefill"
+
+
+def test_rewards_of_a_rollout_are_in_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, out, trace = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "trace.json"))
+    prompts.write_text('{"input_ids": [5, 6]}\n', encoding="utf-8")
+    (tmp_path / "judge_of_traces.py").write_text("def judge(sample):\n    return 2.5\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Loopback(stop_probability=0) as engine:
+        asked = ["rollout", "--url", engine.url, "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "8"]
+        result = RUNNER.invoke(app, [*asked, "--trace", str(trace), "--reward", "judge_of_traces:judge"])
+    assert result.exit_code == 0
+    found = records(trace)
+    assert lines(found) == {"sample 0": [*phases("queue", "connect", "prefill", "tokens"), "=reward"]}
+    assert args_of(found, "X", "reward") == [{"reward": 2.5}]
 
 
 def test_an_empty_trace_is_a_picture_too(tmp_path: Path) -> None:

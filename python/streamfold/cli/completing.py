@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from streamfold.client._internal import internals_of
 from streamfold.rollout.generate import CompleteSample
 from streamfold.rollout.rewards import Rewards
 from streamfold.rollout.scheduler import GroupScheduler
@@ -68,6 +69,7 @@ async def complete_all(
         abort_engines=client.abort_engines,
         on_abort=lambda: None,
         stats=stats,
+        observers=internals_of(client).observers,
     )
     rest = iter(samples)
     # Samples that are being judged hold no slot: others are generated meanwhile.
