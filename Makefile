@@ -37,7 +37,7 @@ SHELL := bash
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help demo test test-torch test-lowest lint check bench soak fuzz wheel develop clean FORCE
+.PHONY: help demo test test-torch test-lowest lint docs check bench soak fuzz wheel develop clean FORCE
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,7 +88,11 @@ lint: $(BUILT)  ## Check formats, lints, types, import layers, complexity, and t
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright --verifytypes streamfold --ignoreexternal >target/verifytypes.txt || \
 	  { cat target/verifytypes.txt; exit 1; }
 
-check: lint test test-torch  ## Everything that a change must pass
+# The notice of mkdocs-material about its own successor is none of this build's warnings.
+docs: $(BUILT)  ## Build the documentation into target/site; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean --site-dir $(CURDIR)/target/site
+
+check: lint test test-torch docs  ## Everything that a change must pass
 
 bench: $(BUILT) $(BENCH_SERVER)  ## Measure against what people run today, and write benches/RESULTS.md (about half an hour)
 	mkdir -p target

@@ -29,11 +29,11 @@ def tracked(folder: str) -> list[Path]:
 
 
 def in_sdist() -> set[Path]:
-    """What pyproject.toml adds to the sdist; crates, package and README are in it anyway."""
+    """What is in the sdist beside the crates: the package, and what pyproject.toml adds."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     patterns = re.findall(r'path = "([^"]+)", format = "sdist"', text)
     assert patterns
-    return {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return {path for pattern in (*patterns, "python/**/*.py") for path in ROOT.glob(pattern)}
 
 
 def job(workflow: str, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from support.paths import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 # Setting up is not for a test to run: it fetches what is being tested.
 SETUP = (r"git clone \S+", r"cd \S+", r"pip install .*", r"python3? -m pip install .*")
 
@@ -65,7 +65,9 @@ def commands(document: str) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/ci.yml"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/index.md", ".ci/run", ".github/workflows/ci.yml"]
+)
 def test_every_verb_that_is_named_exists(document: str) -> None:
     path = ROOT / document
     if not path.exists():
@@ -83,11 +85,11 @@ def test_help_tells_every_verb() -> None:
 
 
 def test_ci_runs_the_tests_the_lints_and_the_demo() -> None:
-    assert {"lint", "test", "test-torch", "demo"} <= verbs_of_ci()
+    assert {"lint", "test", "test-torch", "docs", "demo"} <= verbs_of_ci()
 
 
-@pytest.mark.parametrize("document", ["README.md"])
-def test_every_command_of_the_readme_is_run_by_ci_or_by_a_test(document: str) -> None:
+@pytest.mark.parametrize("document", ["README.md", *DOCS])
+def test_every_command_of_the_documents_is_run_by_ci_or_by_a_test(document: str) -> None:
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
 
     def is_run(command: str) -> bool:
@@ -99,14 +101,6 @@ def test_every_command_of_the_readme_is_run_by_ci_or_by_a_test(document: str) ->
         return command in tests or any(re.fullmatch(pattern, command) for pattern in SETUP)
 
     assert [command for command in commands(document) if not is_run(command)] == []
-
-
-def test_every_python_block_of_the_readme_compiles_and_imports_public_names() -> None:
-    for block in code_blocks("README.md", "python", "py"):
-        tree = compile(block, "README.md", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "streamfold":
-                assert {alias.name for alias in node.names} <= set(streamfold.__all__)
 
 
 def test_no_source_file_is_longer_than_500_lines() -> None:

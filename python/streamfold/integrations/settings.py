@@ -3,8 +3,8 @@
 Set attributes in the file of ``--custom-config-path``, or environment variables of the same names in capitals.
 Attributes take precedence. ``none`` (in YAML ``null``) means no limit, where a setting allows that.
 
-:class:`Settings` is the one list of them. ``python -m streamfold.integrations.settings`` prints it as README's table,
-``python -m streamfold.integrations.settings yaml`` as the ``streamfold.yaml`` of the examples.
+:class:`Settings` is the one list of them. ``python -m streamfold.integrations.settings`` prints it as the table of
+docs/settings.md, ``python -m streamfold.integrations.settings yaml`` as the ``streamfold.yaml`` of the examples.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ SETTINGS: Final = _table()
 
 
 def markdown_table() -> str:
-    """The table of README.md."""
+    """The table of docs/settings.md."""
     rows = [("setting", "default", "used by", "meaning"), ("---",) * 4]
     rows += [(f"`{row.attribute}`", row.shown(none="none"), row.scope, row.meaning) for row in SETTINGS]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
