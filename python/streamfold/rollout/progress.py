@@ -248,7 +248,7 @@ def _notebook_display() -> Callable[..., Any] | None:
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None or getattr(shell, "kernel", None) is None:
         return None
-    from IPython.display import display  # type: ignore[import-not-found]  # noqa: PLC0415  # of the notebook
+    from IPython.display import display  # noqa: PLC0415  # of the notebook
 
     function: Callable[..., Any] = display
     return function
