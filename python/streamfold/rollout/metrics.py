@@ -147,6 +147,11 @@ class RolloutStats(Observer):
             parts.append(f"{self.groups['failed']} groups failed (see the warnings above)")
         return "".join(f"; {part}" for part in parts)
 
+    def add(self, other: RolloutStats) -> None:
+        """Add the counts of another process."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     def clear(self) -> None:
         """Reset all counts; generations that are running are counted when they end."""
         vars(self).update(vars(RolloutStats(_running=self._running)))
