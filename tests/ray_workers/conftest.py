@@ -14,7 +14,10 @@ from support.paths import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_workers.py"]
+collect_ignore_glob = [
+    *([] if importlib.util.find_spec("ray") else ["test_workers.py"]),
+    *([] if all(map(importlib.util.find_spec, ("ray", "torch", "transformers"))) else ["test_training.py"]),
+]
 
 
 @pytest.fixture(scope="session")
