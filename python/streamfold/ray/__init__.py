@@ -4,8 +4,8 @@ from __future__ import annotations
 
 try:
     import ray as _ray
-except ImportError as error:
-    raise ImportError("streamfold.ray needs ray: pip install 'streamfold[ray]'", name="ray") from error
+except ImportError as _error:
+    raise ImportError("streamfold.ray needs ray: pip install 'streamfold[ray]'", name="ray") from _error
 
 from streamfold.ray.workers import RolloutWorkers
 

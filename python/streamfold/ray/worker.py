@@ -167,19 +167,11 @@ class Worker:
         ended = self._start(epoch, group, started, changes=version is not None)
         states = [_state(element) for element in group]
         while not (await asyncio.wait([ended], timeout=_REPORT_SECONDS))[0]:
-            changed = [at for at, element in enumerate(group) if _state(element) != states[at]]
+            before, states = states, [_state(element) for element in group]
+            changed = [at for at, state in enumerate(states) if state != before[at]]
             if changed:
-                states = [_state(element) for element in group]
                 yield Report(changed, pack_group([group[at] for at in changed]))
-        outcome = ended.result()
-        places = {id(sample): at for at, sample in enumerate(samples_of(outcome.elements))}
-        yield Report(
-            list(range(len(outcome.group))),
-            pack_group(outcome.group),
-            [Failure.of(places.get(id(sample), 0), error) for sample, error in outcome.failures],
-            outcome.is_cancelled,
-            self._take_stats(),
-        )
+        yield self._report(ended.result())
 
     async def abort(self, epoch: int, *, now: bool) -> None:
         """End the groups of an epoch, as :meth:`GroupScheduler.abort <GroupScheduler>`: their runs end with that."""
@@ -230,6 +222,13 @@ class Worker:
         """Pass on the outcomes of groups, while any is in flight."""
         while (outcome := await scheduler.next_outcome()) is not None:
             self._ended.pop(id(outcome.group)).set_result(outcome)
+
+    def _report(self, outcome: GroupOutcome) -> Report:
+        """All of a group that has ended."""
+        places = {id(sample): at for at, sample in enumerate(samples_of(outcome.elements))}
+        failures = [Failure.of(places.get(id(sample), 0), error) for sample, error in outcome.failures]
+        positions = list(range(len(outcome.group)))
+        return Report(positions, pack_group(outcome.group), failures, outcome.is_cancelled, self._take_stats())
 
     def _take_stats(self) -> RolloutStats:
         retried = self._parts.client.retried
