@@ -45,7 +45,7 @@ help:  ## Print this list
 demo: $(BUILT)  ## Two rollouts on two loopback engines: abort, keep, resume; checks that no token is lost
 	$(BIN)/streamfold demo
 
-test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch)
+test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch and ray)
 	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
 	  $(CARGO) nextest run --workspace --locked; \
 	else \
@@ -55,8 +55,8 @@ test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch)
 	$(CARGO) test --quiet $(BENCH_SERVER_ARGS)
 	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
 
-test-torch: $(TORCH)  ## Run the tests that need torch, after installing it (a download of up to 3 GB, once)
-	$(BIN)/pytest -m torch $(TEST_ARGS)
+test-torch: $(TORCH)  ## Run the tests that need torch or ray, after installing them (a download of up to 3 GB, once)
+	$(BIN)/pytest -m "torch or ray" $(TEST_ARGS)
 
 # Not the whole suite: what a requirement that is too old would break.
 LOWEST_TESTS ?= tests/cli tests/client/test_client.py tests/client/test_requests.py tests/client/test_network.py \
@@ -164,11 +164,11 @@ $(BENCH_SERVER): benches/server/Cargo.toml benches/server/Cargo.lock $(wildcard 
 	touch $@
 
 $(TORCH): $(BUILT)
-	@echo "Installing torch and transformers, where they are missing: on Linux x86-64 a download of about 3 GB (6 GB on"
+	@echo "Installing torch, transformers and ray, where missing: on Linux x86-64 a download of about 3 GB (6 GB on"
 	@echo "disk), five minutes at 100 Mbit/s; elsewhere 150 MB. What is installed already is kept, and takes seconds."
 	@echo "To take a smaller build, set pip's own variables, as in PIP_EXTRA_INDEX_URL."
-	$(BIN)/maturin develop --release --extras loopback,hf,torch || { \
-	  echo "torch could not be installed (above); all other tests run without it: make test"; exit 1; }
+	$(BIN)/maturin develop --release --extras loopback,hf,ray,torch,train || { \
+	  echo "torch or ray could not be installed (above); all other tests run without it: make test"; exit 1; }
 	touch $@
 
 FORCE:

@@ -46,6 +46,7 @@ def soaking(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for marker, runs, hint in (
         ("soak", soaking(config), "the full counts: make soak"),
+        ("ray", importlib.util.find_spec("ray") is not None, "ray is not installed: make test-torch"),
         ("torch", importlib.util.find_spec("torch") is not None, "torch is not installed: make test-torch"),
     ):
         if not runs:

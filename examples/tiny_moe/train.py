@@ -15,20 +15,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
 
 from streamfold.loopback import Loopback
 from streamfold.training.config import TrainConfig
-from streamfold.training.loop import FIRST_VERSION, StepReport, train
+from streamfold.training.loop import FIRST_VERSION, RolloutParts, StepReport, in_this_process, train
 from streamfold.training.report import HEADER, as_markdown, plot_rewards, row_of
 from streamfold.training.task import read_prompts
 from streamfold.training.tiny_model import make_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from streamfold import RolloutResult
 
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 FEW = 5  # steps at the start and at the end whose rewards are compared
@@ -62,9 +68,32 @@ def arguments() -> argparse.Namespace:
         "--seeds", type=int, nargs="+", default=[0], help="of the weights and of the sampling: a run each"
     )
     parser.add_argument("--threads", type=int, default=1, help="of torch; for more, the matrices are too small (1)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that generate, on Ray; 0: this one does (0)")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="with prompt and label in each line")
     parser.add_argument("--out", type=Path, help="folder for the tables and the plot")
     return parser.parse_args()
+
+
+class Workers:
+    """Rollouts by many processes, on Ray."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+
+    @contextlib.asynccontextmanager
+    async def __call__(self, parts: RolloutParts) -> AsyncIterator[Callable[[int], Awaitable[RolloutResult]]]:
+        """Start the workers; yields what runs the rollout of a step."""
+        from streamfold.ray import RolloutWorkers  # noqa: PLC0415 - needs the extra ray
+
+        async with RolloutWorkers(
+            self.num_workers,
+            client=parts.client,
+            config=parts.config,
+            source=parts.source,
+            reward=parts.reward,
+            worker_options={"num_cpus": 0},  # they mostly wait for the engine
+        ) as workers:
+            yield workers.run
 
 
 def run(args: argparse.Namespace, seed: int) -> list[StepReport]:
@@ -87,7 +116,14 @@ def run(args: argparse.Namespace, seed: int) -> list[StepReport]:
         )
         with engine:
             return asyncio.run(
-                train(engine.url, path, prompts, config, on_step=lambda report: print(row_of(report), flush=True))
+                train(
+                    engine.url,
+                    path,
+                    prompts,
+                    config,
+                    on_step=lambda report: print(row_of(report), flush=True),
+                    rollouts=Workers(args.workers) if args.workers else in_this_process,
+                )
             )
 
 

@@ -45,15 +45,18 @@ def imported(path: Path) -> Iterator[str]:
         waiting += ast.iter_child_nodes(node)
 
 
+# The extra that a folder, or the module of a command, needs.
+NEEDED = {"hf": "hf", "loopback": "loopback", "ray": "ray", "training": "train", "demo_train.py": "train"}
+
+
 def needed_extra(path: Path) -> str | None:
     """The extra without which a module cannot be imported."""
-    if "training" in path.parts or path.name == "demo_train.py":
-        return "train"
-    return next((extra for extra in ("hf", "loopback") if extra in path.relative_to(PACKAGE).parts), None)
+    return next((extra for part, extra in NEEDED.items() if part in path.relative_to(PACKAGE).parts), None)
 
 
 @pytest.mark.parametrize(
-    ("extra", "used"), [("hf", "transformers"), ("loopback", "h11"), ("train", "torch"), (None, "httpx")]
+    ("extra", "used"),
+    [("hf", "transformers"), ("loopback", "h11"), ("ray", "ray"), ("train", "tokenizers"), (None, "httpx")],
 )
 def test_every_package_that_is_imported_is_declared_where_it_is_needed(extra: str | None, used: str) -> None:
     paths = [path for path in PACKAGE.rglob("*.py") if needed_extra(path) == extra]

@@ -104,8 +104,9 @@ def test_groups_whose_rewards_are_all_equal_give_no_gradient(tiny: Path, monkeyp
 
 @pytest.mark.parametrize("name", ["steps", "epochs", "bucket_bytes"])
 def test_a_setting_below_1_is_refused_by_its_name(name: str) -> None:
+    changed: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-        dataclasses.replace(SMALL, **{name: 0})  # type: ignore[arg-type]  # all of them are int
+        dataclasses.replace(SMALL, **changed)
 
 
 # The task.

@@ -96,18 +96,18 @@ def command(
     """
     try:
         check_out(out.with_suffix(".png") if train else out)
-        if train and engine != "sglang":
-            raise ValueError(f"--train is for --engine sglang: {engine} takes no weights here")
-        texts = [] if train else read_prompts(prompts)
-        timeline = None if trace is None else Trace(trace)
+        texts = _train_prompts(engine) if train else read_prompts(prompts)
+        timeline = Trace(trace) if trace else None
     except (OSError, ValueError) as error:
         fail(str(error))
-    if train:
-        run_training(prompts, out.with_suffix(".png"), steps=steps, incremental=incremental, seed=seed)
-        return
-    import_loopback()
     with output(verbose=verbose, quiet=quiet):
         on_step = (lambda _line: None) if as_json else console.print
+        if train:
+            run_training(
+                prompts, out.with_suffix(".png"), steps=steps, incremental=incremental, seed=seed, as_json=as_json
+            )
+            return
+        import_loopback()
         report = run(
             texts,
             engine=engine,
@@ -119,17 +119,33 @@ def command(
         )
         if timeline is not None:
             timeline.close()
-        try:
-            write(report.outcomes, out)
-        except OSError as error:
-            fail(f"{out} cannot be written: {save_error(error, out)}")
-        if as_json:
-            print_json(_summary(report, out))
-        else:
-            _print_report(report)
-            console.print(f"The finished samples are in {out}")
+        _show(report, out, as_json=as_json)
     if report.problems:
         raise typer.Exit(1)
+
+
+def _train_prompts(engine: str) -> list[str]:
+    """None: --train reads prompts of its own kind.
+
+    Raises:
+        ValueError: it is not for this engine.
+    """
+    if engine != "sglang":
+        raise ValueError(f"--train is for --engine sglang: {engine} takes no weights here")
+    return []
+
+
+def _show(report: Report, out: Path, *, as_json: bool) -> None:
+    """Write the samples, and print the rest of the report."""
+    try:
+        write(report.outcomes, out)
+    except OSError as error:
+        fail(f"{out} cannot be written: {save_error(error, out)}")
+    if as_json:
+        print_json(_summary(report, out))
+    else:
+        _print_report(report)
+        console.print(f"The finished samples are in {out}")
 
 
 def _summary(report: Report, out: Path) -> dict[str, Any]:

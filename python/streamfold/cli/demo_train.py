@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamfold.cli.console import console, fail, import_loopback
+from streamfold.cli.console import console, fail, import_loopback, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 __all__ = ["run_training"]
@@ -22,7 +24,7 @@ rollout had aborted went on with the new weights: they have more than one versio
 python/streamfold/training/loop.py in the repository; examples/tiny_moe/train.py has options for all settings."""
 
 
-def run_training(prompts: Path | None, plot: Path, *, steps: int, incremental: bool, seed: int) -> None:
+def run_training(prompts: Path | None, plot: Path, *, steps: int, incremental: bool, seed: int, as_json: bool) -> None:
     """Make the model, start the engine, train, and print a line for each step.
 
     Args:
@@ -31,6 +33,7 @@ def run_training(prompts: Path | None, plot: Path, *, steps: int, incremental: b
         steps: rollouts, each with an optimizer step behind it.
         incremental: whether the engine streams new tokens only.
         seed: of the weights and of the engine's sampling.
+        as_json: whether to print one JSON object at the end instead of lines.
     """
     loopback = import_loopback()
     loop, report = _import_training()
@@ -52,16 +55,16 @@ def run_training(prompts: Path | None, plot: Path, *, steps: int, incremental: b
             "max_running_requests": config.concurrency,
             "weight_version": loop.FIRST_VERSION,
         }
-        _print_line(report.HEADER)
+        print_line: Callable[[str], object] = (lambda _line: None) if as_json else console.print
+        print_line(report.HEADER)
         with loopback.Loopback(**engine) as server:
-            work = loop.train(server.url, path, texts, config, on_step=lambda done: _print_line(report.row_of(done)))
+            work = loop.train(server.url, path, texts, config, on_step=lambda done: print_line(report.row_of(done)))
             reports: list[Any] = asyncio.run(work)
     report.plot_rewards({f"seed {seed}": reports}, plot)
-    console.print("", _WHY.replace("\n", " "), f"The plot of the reward is {plot}", sep="\n", soft_wrap=True)
-
-
-def _print_line(line: str) -> None:
-    console.print(line, soft_wrap=True)
+    if as_json:
+        print_json({"plot": str(plot), "steps": [dataclasses.asdict(done) for done in reports]})
+    else:
+        console.print("", _WHY.replace("\n", " "), f"The plot of the reward is {plot}", sep="\n")
 
 
 def _import_training() -> tuple[ModuleType, ModuleType]:

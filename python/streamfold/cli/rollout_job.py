@@ -47,7 +47,7 @@ class RolloutJob:
         self.client = client
         self.plan = plan
         self.journal = journal
-        self.stats = RolloutStats()
+        self.stats: RolloutStats = RolloutStats()
         self.failures: Counter[str] = Counter()
         self._config = config
         self._reward = reward

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from streamfold.cli.console import console, fail
+from streamfold.cli.console import console, fail, print_json
+from streamfold.cli.printing import AsJson, Quiet  # noqa: TC001  # typer reads the annotations
 from streamfold.cli.waterfall import Waterfall, draw, read_trace
 
 __all__ = ["command"]
@@ -18,6 +19,8 @@ def command(
         Path, typer.Argument(exists=True, dir_okay=False, help="Trace of streamfold rollout --trace, or of a Trace.")
     ],
     png: Annotated[Path, typer.Option(dir_okay=False, help="File for the picture.")],
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Draw a trace as a picture: one row for each sample, with what it waited for.
 
@@ -28,4 +31,7 @@ def command(
         draw(waterfall, png)
     except (ImportError, OSError, ValueError) as error:
         fail(str(error))
-    console.print(f"{len(waterfall.rows)} samples and calls are in {png}", soft_wrap=True)
+    if as_json:
+        print_json({"rows": len(waterfall.rows), "png": str(png)})
+    elif not quiet:
+        console.print(f"{len(waterfall.rows)} samples and calls are in {png}")

@@ -152,8 +152,8 @@ class Client:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Client cannot be pickled or copied, since it belongs to one process and event loop: pickle what makes "
-            f"it (as Client({self.base_url!r}, engine={self.engine!r})), and create one in each process"
+            "a Client cannot be pickled or copied, since it belongs to one process and event loop: pass on what makes "
+            f"it, as functools.partial(Client, {self.base_url!r}, engine={self.engine!r}), and make one in each process"
         )
 
     # Settings and state.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from streamfold.rollout.groups import AnyGroup, Group
 
-__all__ = ["Buffer", "Opaque", "SavedSample"]
+__all__ = ["Buffer", "Opaque", "SavedSample", "decode_group", "encode_group"]
 
 # The name of our sample type in files. It does not change if the class is moved.
 _OURS: Final = "streamfold.Sample"
@@ -183,8 +183,8 @@ class Buffer:
             "position": self._position,
             "sample_type": _name_of_type(self._sample_type),
             "metadata_keys": _METADATA_KEYS,
-            "waiting": [self._encode_group(group) for group in self._waiting.values()],
-            "in_flight": [self._encode_group(group) for group in self._in_flight.values()],
+            "waiting": [encode_group(group, self._sample_type) for group in self._waiting.values()],
+            "in_flight": [encode_group(group, self._sample_type) for group in self._in_flight.values()],
         }
         try:
             return functools.partial(serialization.Snapshot(content).write, Path(path))
@@ -221,7 +221,7 @@ class Buffer:
         waiting: dict[Hashable, Group] = {}
         for encoded in (*content["in_flight"], *content["waiting"]):
             try:
-                group = self._decode_group(encoded, has_old_names=has_old_names)
+                group = decode_group(encoded, self._sample_type, has_old_names=has_old_names)
             except Exception as error:
                 raise ValueError(
                     f"{path} holds a sample of type {saved} from which {ours} cannot be made ({error!r}): "
@@ -263,47 +263,58 @@ class Buffer:
             )
         self._position = position
 
-    def _encode_group(self, group: AnyGroup) -> list[Any]:
-        return [
-            [self._encode_sample(sample) for sample in element]
-            if isinstance(element, list)
-            else self._encode_sample(element)
-            for element in group
-        ]
 
-    def _encode_sample(self, sample: Any) -> dict[str, Any]:  # noqa: ANN401  # of our type or a host's
-        name = f"sample {getattr(sample, 'index', None)} of group {getattr(sample, 'group_index', None)}"
-        if type(sample) is not self._sample_type:
-            raise ValueError(
-                f"{name} is of type {_name_of_type(type(sample))}, but this buffer would restore it as "
-                f"{_name_of_type(self._sample_type)}: pass that type to Buffer(source, sample_type=...)"
-            )
-        try:
-            if type(sample) is Sample:  # all attributes, including those that users have added; arrays stay arrays
-                return {**vars(sample), "status": Sample.Status(sample.status).value}
-            fields: dict[str, Any] = sample.to_dict()
-        except Exception as error:
-            raise ValueError(f"{name} cannot be saved ({error!r}): correct it, or pass its group to done()") from error
-        return fields
+def encode_group(group: AnyGroup, sample_type: type[SavedSample] = Sample) -> list[Any]:
+    """A group as a tree that :mod:`streamfold.rollout.serialization` takes.
 
-    def _decode_group(self, encoded: list[Any], *, has_old_names: bool) -> Group:
-        def decode(fields: dict[str, Any]) -> Any:  # noqa: ANN401  # of our type or a host's
-            if has_old_names and "metadata" in fields:
-                fields = {**fields, "metadata": rename_old_keys(fields["metadata"])}
-            return self._decode_sample(fields)
+    Raises:
+        ValueError: a sample is not of ``sample_type``, or its ``to_dict`` raised an error.
+    """
+    return [
+        [_encode_sample(sample, sample_type) for sample in element]
+        if isinstance(element, list)
+        else _encode_sample(element, sample_type)
+        for element in group
+    ]
 
-        group: AnyGroup = [
-            [decode(fields) for fields in element] if isinstance(element, list) else decode(element)
-            for element in encoded
-        ]
-        return group
 
-    def _decode_sample(self, fields: dict[str, Any]) -> Any:  # noqa: ANN401  # of our type or a host's
-        if self._sample_type is not Sample:
-            return self._sample_type.from_dict(fields)
-        sample = Sample()
-        vars(sample).update(fields, status=Sample.Status(fields["status"]))
-        return sample
+def _encode_sample(sample: Any, sample_type: type[SavedSample]) -> dict[str, Any]:  # noqa: ANN401  # ours or a host's
+    name = f"sample {getattr(sample, 'index', None)} of group {getattr(sample, 'group_index', None)}"
+    if type(sample) is not sample_type:
+        raise ValueError(
+            f"{name} is of type {_name_of_type(type(sample))}, but this buffer would restore it as "
+            f"{_name_of_type(sample_type)}: pass that type to Buffer(source, sample_type=...)"
+        )
+    try:
+        if type(sample) is Sample:  # all attributes, including those that users have added; arrays stay arrays
+            return {**vars(sample), "status": Sample.Status(sample.status).value}
+        fields: dict[str, Any] = sample.to_dict()
+    except Exception as error:
+        raise ValueError(f"{name} cannot be saved ({error!r}): correct it, or pass its group to done()") from error
+    return fields
+
+
+def decode_group(
+    encoded: list[Any], sample_type: type[SavedSample] = Sample, *, has_old_names: bool = False
+) -> AnyGroup:
+    """The group of which :func:`encode_group` made a tree; ``has_old_names``: of our keys in ``metadata``."""
+
+    def decode(fields: dict[str, Any]) -> Any:  # noqa: ANN401  # of our type or a host's
+        if has_old_names and "metadata" in fields:
+            fields = {**fields, "metadata": rename_old_keys(fields["metadata"])}
+        return _decode_sample(fields, sample_type)
+
+    return [
+        [decode(fields) for fields in element] if isinstance(element, list) else decode(element) for element in encoded
+    ]
+
+
+def _decode_sample(fields: dict[str, Any], sample_type: type[SavedSample]) -> Any:  # noqa: ANN401  # ours or a host's
+    if sample_type is not Sample:
+        return sample_type.from_dict(fields)
+    sample = Sample()
+    vars(sample).update(fields, status=Sample.Status(fields["status"]))
+    return sample
 
 
 def _key(group: AnyGroup) -> Hashable:

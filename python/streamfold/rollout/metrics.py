@@ -147,6 +147,11 @@ class RolloutStats(Observer):
             parts.append(f"{self.groups['failed']} groups failed (see the warnings above)")
         return "".join(f"; {part}" for part in parts)
 
+    def add(self, other: RolloutStats) -> None:
+        """Add the counts of another process."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     def clear(self) -> None:
         """Reset all counts; generations that are running are counted when they end."""
         vars(self).update(vars(RolloutStats(_running=self._running)))
@@ -166,8 +171,8 @@ class RolloutStats(Observer):
             "samples/resumed": self.resumed,
             "samples/retried": self.retried,
             "samples/timed_out": self.timed_out,
-            "samples/aborted_ratio": self.unfinished / max(1, self.ended),
-            "samples/truncated_ratio": self.truncated / max(1, self.lengths.count),
+            "samples/aborted_ratio": _ratio(self.unfinished, self.ended),
+            "samples/truncated_ratio": _ratio(self.truncated, self.lengths.count),
             "tokens/generated": self.tokens,
             "tokens/kept": self.kept,
             "tokens/lost": self.lost,
@@ -178,9 +183,9 @@ class RolloutStats(Observer):
             "rewards": self.rewards,
             "seconds": lag.seconds,
             "abort_seconds": self.abort_seconds,
-            "tokens_per_second": self.tokens / lag.seconds if lag.seconds > 0 else 0.0,
+            "tokens_per_second": _ratio(self.tokens, lag.seconds),
             "longest_pause": lag.longest_pause,
-            "staleness/mean": sum(self.staleness) / len(self.staleness) if self.staleness else 0.0,
+            "staleness/mean": _ratio(sum(self.staleness), len(self.staleness)),
             "staleness/max": max(self.staleness, default=0),
             "source_dry": self.is_dry,
             "drawn_out": self.is_drawn_out,
@@ -189,6 +194,10 @@ class RolloutStats(Observer):
             **self.reward.metrics("reward", "mean", "std", "max"),
         }
         return {f"streamfold/{name}": float(value) for name, value in values.items()}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
 
 
 def _lost(sample: Sample) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.groups import Group, Source
     from streamfold.rollout.metrics import RolloutStats
+    from streamfold.rollout.scheduler import Scheduler
 
 __all__ = ["RolloutHooks", "RolloutParts"]
 
@@ -35,6 +36,8 @@ class RolloutHooks:
         on_taken: called with each list of groups that was taken from the source.
         spans: around groups and samples, of a trainer's trace.
         shows_bar: whether the trainer shows a progress bar of its own. Then only log lines tell of the progress.
+        scheduler: in place of one that runs groups in this process. Takes the counts, and what returns the version of
+            now, if that may change.
         filter: in place of the user's filter. Takes a complete group, and how many other groups are ready or in flight.
     """
 
@@ -42,6 +45,7 @@ class RolloutHooks:
     on_taken: Callable[[list[Group]], object] | None = None
     spans: Spans = NO_SPANS
     shows_bar: bool = False
+    scheduler: Callable[[RolloutStats, Callable[[], int] | None], Scheduler] | None = None
     filter: Callable[[Group, int], bool | tuple[bool, str | None]] | None = None
 
 
@@ -76,8 +80,10 @@ class RolloutParts:
 
     def scheduler(
         self, stats: RolloutStats, rewards: Rewards | None, engines: int, version: Callable[[], int] | None = None
-    ) -> GroupScheduler:
+    ) -> Scheduler:
         """A scheduler in the running event loop."""
+        if self.hooks.scheduler is not None:
+            return self.hooks.scheduler(stats, version)
         return GroupScheduler(
             self.config,
             self.generate,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from streamfold.rollout.groups import Group, Source
     from streamfold.rollout.rollout import Rollout
-    from streamfold.rollout.scheduler import GroupScheduler
+    from streamfold.rollout.scheduler import Scheduler
 
 __all__ = ["Pool"]
 
@@ -74,7 +74,7 @@ class Pool:
             raise ValueError(f"in_flight must be at least 1, not {in_flight}")
         self._stats = RolloutStats()
         self._tracker = self._parts.tracker(source, self._stats, returns_all=True)
-        self._scheduler: GroupScheduler | None = None  # None: paused
+        self._scheduler: Scheduler | None = None  # None: paused
         self._worker: asyncio.Task[None] | None = None
         self._error: BaseException | None = _not_open()
         self._batch = self._parts.config.groups  # the size of the last next()
@@ -209,7 +209,7 @@ class Pool:
                 _logger.warning("%s: %d of %d groups are ready%s", why, self.ready, n, losses)
                 return
 
-    async def _work(self, scheduler: GroupScheduler) -> None:
+    async def _work(self, scheduler: Scheduler) -> None:
         """Record groups as they end, and start others."""
         while self._error is None:
             self._start_groups()
@@ -239,7 +239,7 @@ class Pool:
         except Exception as error:  # noqa: BLE001  # a user's source
             self._error = error
 
-    def _room(self, scheduler: GroupScheduler) -> int:
+    def _room(self, scheduler: Scheduler) -> int:
         """How many groups may be started now, by ``in_flight`` and by ``max_staleness``.
 
         A version takes one batch. What is in flight or ready is given to the trainer before a group that is started

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streamfold.client.client import Client
     from streamfold.rollout.callbacks import Filter, Generate, RewardFunction, SampleFilter
     from streamfold.rollout.groups import Group, Source
-    from streamfold.rollout.scheduler import GroupScheduler
+    from streamfold.rollout.scheduler import Scheduler
     from streamfold.rollout.tracker import GroupTracker
 
 __all__ = ["Rollout", "RolloutConfig", "RolloutResult", "parts_of"]
@@ -186,7 +186,7 @@ class Rollout:
             _logger.warning("%s", shortage)
         return RolloutResult(groups, stats.metrics(lag), shortage)
 
-    async def _collect(self, scheduler: GroupScheduler, tracker: GroupTracker, rollout_id: int) -> None:
+    async def _collect(self, scheduler: Scheduler, tracker: GroupTracker, rollout_id: int) -> None:
         """Keep groups in flight until enough of them are ready, or the source has no more."""
         config = self._parts.config
         while len(tracker.ready) < config.groups:

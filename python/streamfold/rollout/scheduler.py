@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.spans import Spans
     from streamfold.rollout.tasks import AbortMode
 
-__all__ = ["GroupScheduler"]
+__all__ = ["GroupScheduler", "Scheduler"]
 
 _logger = logging.getLogger("streamfold")
 
@@ -35,8 +36,91 @@ _ABORT_INTERVAL: Final = 0.05  # seconds between two aborts of the engines, as r
 _GRACE_SECONDS: Final = 5.0  # for tasks to end that were cancelled because they exceeded abort_seconds
 
 
-class GroupScheduler:
-    """Runs groups, each in a task of its own, until it is aborted. It cannot be used again after that.
+class Scheduler(ABC):
+    """Keeps groups in flight, one task each, until it is aborted. It cannot be used again after that."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[asyncio.Task[None], GroupOutcome] = {}
+        self._outcomes: deque[GroupOutcome] = deque()
+        self._has_outcome = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Groups in flight: those that run, and those whose outcome has not been taken yet."""
+        return len(self._running) + len(self._outcomes)
+
+    @property
+    @abstractmethod
+    def aborted(self) -> bool:
+        """Whether an abort has begun."""
+
+    @property
+    def oldest(self) -> GroupOutcome | None:
+        """Of the groups that run, the one that was started first."""
+        return next(iter(self._running.values()), None)
+
+    def start(self, group: Group, version: int) -> None:
+        """Start a group, in the rollout or weight version ``version``.
+
+        Raises:
+            RuntimeError: the scheduler has been aborted.
+        """
+        if self.aborted:
+            raise RuntimeError("the scheduler has been aborted: start groups in a new one")
+        outcome = GroupOutcome(group, version, started_at=self._loop.time())
+        task = self._loop.create_task(self._run(outcome), name=f"streamfold group {outcome.index}")
+        self._running[task] = outcome
+        task.add_done_callback(self._on_done)
+
+    async def next_outcome(self) -> GroupOutcome | None:
+        """Wait for the next group to end; None if none is in flight."""
+        while not self._outcomes and self._running:
+            self._has_outcome.clear()
+            await self._has_outcome.wait()
+        return self.pop_outcome()
+
+    def pop_outcome(self) -> GroupOutcome | None:
+        """The outcome of a group that has ended and was not returned yet, if there is one."""
+        return self._outcomes.popleft() if self._outcomes else None
+
+    @abstractmethod
+    async def abort(self, *, now: bool = False, keeps_rewards: Callable[[Group], bool] = lambda _group: True) -> None:
+        """End everything that runs.
+
+        Args:
+            now: cancel rewards at once.
+            keeps_rewards: whether rewards of a group are of use. If not, they are cancelled at once.
+
+        Raises:
+            asyncio.CancelledError: the caller was cancelled. All tasks were cancelled then, and have ended.
+        """
+
+    def abandon_running(self) -> list[tuple[Group, Group]]:
+        """After an abort: the groups whose tasks ignore being cancelled, each with a copy that can be used instead."""
+        stuck = [outcome.group for outcome in self._running.values()]
+        for group in stuck:
+            _logger.error("group %d ignores being cancelled: its task is left running", sort_key(group)[0])
+        self._running.clear()
+        return [(group, copy.deepcopy(group)) for group in stuck]
+
+    @abstractmethod
+    async def _run(self, outcome: GroupOutcome) -> None:
+        """Generate and judge the group of ``outcome``."""
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        outcome = self._running.pop(task, None)
+        if outcome is None:  # abandoned
+            return
+        if task.cancelled():
+            outcome.is_cancelled = True
+        elif (error := task.exception()) is not None:
+            outcome.failures.append((samples_of(outcome.group)[0], error))
+        self._outcomes.append(outcome)
+        self._has_outcome.set()
+
+
+class GroupScheduler(Scheduler):
+    """Runs groups in this process.
 
     Args:
         config: limits and rules.
@@ -65,11 +149,11 @@ class GroupScheduler:
         spans: Spans = NO_SPANS,
         observers: Sequence[Observer] = (),
     ) -> None:
+        super().__init__()
         self._config = config
         self._abort_engines = abort_engines
         self._on_abort = on_abort
         self._stats = stats
-        self._loop = asyncio.get_running_loop()
         self._runner = GroupRunner(
             config,
             generate,
@@ -80,42 +164,11 @@ class GroupScheduler:
             spans=spans,
             observers=observers,
         )
-        self._running: dict[asyncio.Task[None], GroupOutcome] = {}
-        self._outcomes: deque[GroupOutcome] = deque()
-        self._has_outcome = asyncio.Event()
-
-    def __len__(self) -> int:
-        """Groups in flight: those that run, and those whose outcome has not been taken yet."""
-        return len(self._running) + len(self._outcomes)
 
     @property
-    def oldest(self) -> GroupOutcome | None:
-        """Of the groups that run, the one that was started first."""
-        return next(iter(self._running.values()), None)
-
-    def start(self, group: Group, version: int) -> None:
-        """Start a group, in the rollout or weight version ``version``.
-
-        Raises:
-            RuntimeError: the scheduler has been aborted.
-        """
-        if self._runner.aborted:
-            raise RuntimeError("the scheduler has been aborted: start groups in a new one")
-        outcome = GroupOutcome(group, version, started_at=self._loop.time())
-        task = self._loop.create_task(self._runner.run(outcome), name=f"streamfold group {outcome.index}")
-        self._running[task] = outcome
-        task.add_done_callback(self._on_done)
-
-    async def next_outcome(self) -> GroupOutcome | None:
-        """Wait for the next group to end; None if none is in flight."""
-        while not self._outcomes and self._running:
-            self._has_outcome.clear()
-            await self._has_outcome.wait()
-        return self.pop_outcome()
-
-    def pop_outcome(self) -> GroupOutcome | None:
-        """The outcome of a group that has ended and was not returned yet, if there is one."""
-        return self._outcomes.popleft() if self._outcomes else None
+    def aborted(self) -> bool:
+        """Whether an abort has begun."""
+        return self._runner.aborted
 
     async def abort(self, *, now: bool = False, keeps_rewards: Callable[[Group], bool] = lambda _group: True) -> None:
         """End everything that runs, and cancel what is left after its time.
@@ -144,13 +197,8 @@ class GroupScheduler:
         if cancelled is not None:
             raise cancelled
 
-    def abandon_running(self) -> list[tuple[Group, Group]]:
-        """After an abort: the groups whose tasks ignore being cancelled, each with a copy that can be used instead."""
-        stuck = [outcome.group for outcome in self._running.values()]
-        for group in stuck:
-            _logger.error("group %d ignores being cancelled: its task is left running", sort_key(group)[0])
-        self._running.clear()
-        return [(group, copy.deepcopy(group)) for group in stuck]
+    async def _run(self, outcome: GroupOutcome) -> None:
+        await self._runner.run(outcome)
 
     def _begin_abort(self, *, now: bool, keeps_rewards: Callable[[Group], bool]) -> None:
         if not self._runner.aborted:
@@ -212,14 +260,3 @@ class GroupScheduler:
             except Exception:
                 _logger.exception("the engines could not be aborted; waiting for their requests to end")
             await asyncio.sleep(_ABORT_INTERVAL)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        outcome = self._running.pop(task, None)
-        if outcome is None:  # abandoned
-            return
-        if task.cancelled():
-            outcome.is_cancelled = True
-        elif (error := task.exception()) is not None:
-            outcome.failures.append((samples_of(outcome.group)[0], error))
-        self._outcomes.append(outcome)
-        self._has_outcome.set()

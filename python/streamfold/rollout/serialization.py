@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import logging
 import math
 import os
@@ -35,6 +36,7 @@ import re
 import struct
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -45,15 +47,13 @@ from streamfold.rollout.opaque import Opaque, type_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from io import BufferedReader
-    from pathlib import Path
 
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
     Location = tuple[Any, ...]
 
-__all__ = ["Snapshot", "UnsupportedValue", "load", "save"]
+__all__ = ["Snapshot", "UnsupportedValue", "load", "pack", "save", "unpack"]
 
 _logger = logging.getLogger("streamfold")
 
@@ -145,6 +145,23 @@ def load(path: Path, *, trusted: bool = False) -> Any:  # noqa: ANN401  # any tr
     return value
 
 
+def pack(value: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  # any tree
+    """One array ``[bytes]`` with what :func:`save` writes, without the checksum: for another process of the same user.
+
+    Raises:
+        UnsupportedValue: as :func:`save`.
+    """
+    return Snapshot(value).to_array()
+
+
+def unpack(packed: npt.NDArray[np.uint8]) -> Any:  # noqa: ANN401  # any tree
+    """The tree that :func:`pack` was given; its arrays are copies, which may be written.
+
+    Pickled values are unpickled, so the array must come from a process that is trusted.
+    """
+    return _PickleReader(io.BytesIO(packed.data), Path("a packed tree"), trusted=True).read_tree(len(packed))
+
+
 class Snapshot:
     """A tree as it is at this moment, which may be written later and in another thread. Arrays are not copied.
 
@@ -183,6 +200,10 @@ class Snapshot:
                     file.write(chunk)
                     digest.update(chunk)
             file.write(digest.digest())
+
+    def to_array(self) -> npt.NDArray[np.uint8]:
+        """All bytes of the file but its checksum."""
+        return np.frombuffer(b"".join(self._parts), np.uint8)
 
     @property
     def _first_line(self) -> bytes:
@@ -309,7 +330,7 @@ class _LoadError(ValueError):
 class _Reader:
     """Reads a file of format 1."""
 
-    def __init__(self, file: BufferedReader, path: Path, *, trusted: bool) -> None:
+    def __init__(self, file: io.BufferedIOBase, path: Path, *, trusted: bool) -> None:
         self._file = file
         self._path = path
         self._trusted = trusted
@@ -321,6 +342,10 @@ class _Reader:
         """The tree, after the checksum was compared."""
         end = os.fstat(self._file.fileno()).st_size - _DIGEST_SIZE
         self._check(end)
+        return self.read_tree(end)
+
+    def read_tree(self, end: int) -> Any:  # noqa: ANN401  # any tree
+        """The tree, in the bytes before ``end``."""
         self._file.seek(end - _INDEX_AT.size)
         try:
             (self._data_end,) = _INDEX_AT.unpack(self._file.read(_INDEX_AT.size))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.groups import Group, Source
     from streamfold.rollout.metrics import RolloutStats
     from streamfold.rollout.outcome import GroupOutcome
-    from streamfold.rollout.scheduler import GroupScheduler
+    from streamfold.rollout.scheduler import Scheduler
 
     FilterWithCount: TypeAlias = Callable[[Group, int], bool | tuple[bool, str | None]]
 
@@ -182,7 +182,7 @@ class GroupTracker:
         """Count anew, from now on, what the limits of one rollout concern: groups that were drawn, and that failed."""
         self._drawn = self._ended = 0
 
-    def record_remaining(self, scheduler: GroupScheduler, *, are_wanted: bool = False) -> None:
+    def record_remaining(self, scheduler: Scheduler, *, are_wanted: bool = False) -> None:
         """Record all groups of an aborted scheduler. The number of failures is not limited here.
 
         Args:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamfold.rollout.metrics import RolloutStats
-    from streamfold.rollout.scheduler import GroupScheduler
+    from streamfold.rollout.scheduler import Scheduler
     from streamfold.rollout.tracker import GroupTracker
 
 __all__ = ["StallWatch"]
@@ -32,9 +32,7 @@ class StallWatch:
         scheduler: returns the scheduler; None while there is none, as in a pool that is paused.
     """
 
-    def __init__(
-        self, tracker: GroupTracker, stats: RolloutStats, scheduler: Callable[[], GroupScheduler | None]
-    ) -> None:
+    def __init__(self, tracker: GroupTracker, stats: RolloutStats, scheduler: Callable[[], Scheduler | None]) -> None:
         self._tracker = tracker
         self._stats = stats
         self._scheduler = scheduler
@@ -71,7 +69,7 @@ class StallWatch:
             _logger.warning("%s", self._describe(scheduler))
         self._schedule_look()
 
-    def _describe(self, scheduler: GroupScheduler) -> str:
+    def _describe(self, scheduler: Scheduler) -> str:
         now, oldest = self._loop.time(), scheduler.oldest
         text = f"no group has come in for {now - self._since:.0f} s: {len(scheduler)} in flight, "
         text += f"{len(self._tracker.ready)} ready{self._stats.explain_shortage()}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -21,15 +23,20 @@ from streamfold.training.trainer import Trainer
 from streamfold.training.weights import send_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
+    from typing import TypeAlias
 
-    from streamfold.rollout.groups import Source
+    from streamfold.rollout.callbacks import RewardFunction
+    from streamfold.rollout.config import RolloutConfig
     from streamfold.rollout.rollout import RolloutResult
     from streamfold.training.config import TrainConfig
     from streamfold.training.trainer import StepStats
 
-__all__ = ["FIRST_VERSION", "Rollouts", "StepReport", "train"]
+    RunRollout: TypeAlias = Callable[[int], Awaitable[RolloutResult]]
+
+__all__ = ["FIRST_VERSION", "RolloutParts", "StepReport", "in_this_process", "train"]
 
 FIRST_VERSION = "0"
 """The weight version that the engine starts with."""
@@ -64,12 +71,29 @@ class StepReport:
     seconds: tuple[float, float, float]
 
 
-class Rollouts(Protocol):
-    """What gives the trainer its groups: a :class:`~streamfold.Rollout`, or workers that share one."""
+@dataclass(frozen=True)
+class RolloutParts:
+    """What the rollouts are made of, wherever they run: all of it can be pickled.
 
-    async def run(self, source: Source, rollout_id: int = 0) -> RolloutResult:
-        """Generate the groups of one step."""
-        ...
+    Attributes:
+        client: makes the client of the engine.
+        config: of the rollouts.
+        source: makes the buffer with the prompts.
+        reward: the reward function.
+    """
+
+    client: Callable[[], Client]
+    config: RolloutConfig
+    source: Callable[[], Buffer]
+    reward: RewardFunction
+
+
+@contextlib.asynccontextmanager
+async def in_this_process(parts: RolloutParts) -> AsyncIterator[RunRollout]:
+    """Rollouts in this process; yields what runs the one of a step."""
+    async with parts.client() as client:
+        rollout, buffer = Rollout(client, parts.config, reward=parts.reward), parts.source()
+        yield functools.partial(rollout.run, buffer)
 
 
 async def train(
@@ -79,6 +103,7 @@ async def train(
     config: TrainConfig,
     *,
     on_step: Callable[[StepReport], object] = lambda _report: None,
+    rollouts: Callable[[RolloutParts], AbstractAsyncContextManager[RunRollout]] = in_this_process,
 ) -> list[StepReport]:
     """Train a model on its own samples.
 
@@ -88,6 +113,7 @@ async def train(
         prompts: with ``prompt`` and ``label``; they are repeated for ever.
         config: of the run.
         on_step: called after each step.
+        rollouts: where they run: in this process, or by workers.
 
     Raises:
         StreamfoldError: too many groups failed, or the engine refused weights.
@@ -96,10 +122,14 @@ async def train(
     tokenizer = AutoTokenizer.from_pretrained(path)
     trainer = Trainer(path, config)
     layers, top_k, experts = trainer.experts_shape
-    async with Client(url, tokenizer=tokenizer, experts=Experts(layers, top_k, num_experts=experts)) as client:
-        rollouts = Rollout(client, config.rollout((tokenizer.eos_token_id,)), reward=reward)
-        buffer = Buffer(prompt_groups(_samples(prompts, tokenizer), config.n_samples))
-        run = _Run(url, trainer, rollouts, buffer, config)
+    parts = RolloutParts(
+        client=functools.partial(Client, url, tokenizer=tokenizer, experts=Experts(layers, top_k, num_experts=experts)),
+        config=config.rollout((tokenizer.eos_token_id,)),
+        source=functools.partial(_make_buffer, prompts, tokenizer, config.n_samples),
+        reward=reward,
+    )
+    async with rollouts(parts) as run_rollout:
+        run = _Run(url, trainer, run_rollout, config)
         reports = []
         for step in range(config.steps):
             reports.append(await run.step(step))
@@ -113,14 +143,13 @@ class _Run:
 
     url: str
     trainer: Trainer
-    rollouts: Rollouts
-    source: Source
+    rollout: RunRollout
     config: TrainConfig
 
     async def step(self, step: int) -> StepReport:
         """A rollout, an optimizer step, and the new weights to the engine."""
         started = time.perf_counter()
-        result = await self.rollouts.run(self.source, step)  # aborts the rest, which returns to the source
+        result = await self.rollout(step)  # aborts the rest, which returns to the source
         generated = time.perf_counter()
         stats = self.trainer.step(result.groups, version=str(step))
         trained = time.perf_counter()
@@ -147,6 +176,10 @@ def _report(
         versions=float(np.mean([len({version for version, _, _ in sample.version_spans}) for sample in samples])),
         seconds=seconds,
     )
+
+
+def _make_buffer(prompts: Sequence[dict[str, Any]], tokenizer: Any, n_samples: int) -> Buffer:  # noqa: ANN401  # transformers'
+    return Buffer(prompt_groups(_samples(prompts, tokenizer), n_samples))
 
 
 def _samples(prompts: Sequence[dict[str, Any]], tokenizer: Any) -> Iterator[Sample]:  # noqa: ANN401  # transformers'

@@ -1,0 +1,315 @@
+"""``BufferActor``: the actor that holds the buffer, and gives its groups to the workers and to the trainer.
+
+A group that a worker generates stays here, in the state that the worker reported last. If the worker dies, another one
+gets the group as it is here. Only what a call reports is used, so no group comes back twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError
+
+from streamfold.errors import StreamfoldError
+from streamfold.ray.worker import pack_group, unpack_group
+from streamfold.rollout.groups import restart_samples, samples_of, unfinished_samples
+from streamfold.rollout.parts import RolloutHooks
+from streamfold.rollout.pool import Pool
+from streamfold.rollout.scheduler import Scheduler
+from streamfold.rollout.tasks import wait_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from streamfold.ray.worker import Packed, Report, Setup
+    from streamfold.rollout.buffer import Buffer
+    from streamfold.rollout.callbacks import Filter, SampleFilter
+    from streamfold.rollout.config import RolloutConfig
+    from streamfold.rollout.groups import Group
+    from streamfold.rollout.metrics import RolloutStats
+    from streamfold.rollout.outcome import GroupOutcome
+
+__all__ = ["BufferActor", "RemoteScheduler", "WorkerSet"]
+
+_logger = logging.getLogger("streamfold")
+
+_REVIVE_SECONDS: Final = 0.1  # between two looks for a worker that Ray starts again
+_GRACE_SECONDS: Final = 15.0  # beyond the limits of an abort, which the worker keeps itself
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """An actor that generates groups.
+
+    Attributes:
+        actor: the handle of Ray.
+        in_flight: samples that it was given and that have not ended.
+        is_alive: whether it can be given groups.
+    """
+
+    actor: Any
+    in_flight: int = 0
+    is_alive: bool = True
+
+
+class WorkerSet:
+    """The workers, and which of them can be given a group. Ray starts those that die again."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._workers = [WorkerHandle(actor) for actor in actors]
+        self._changed = asyncio.Event()
+        self._revivals: set[asyncio.Task[None]] = set()
+        self._epoch = -1
+
+    @property
+    def alive(self) -> list[WorkerHandle]:
+        """Those that can be given a group."""
+        return [worker for worker in self._workers if worker.is_alive]
+
+    def next_epoch(self) -> int:
+        """The number of the next scheduler."""
+        self._epoch += 1
+        return self._epoch
+
+    async def pick(self, scheduler: Scheduler) -> WorkerHandle | None:
+        """The worker with the fewest samples in flight; None once the scheduler is being aborted.
+
+        Raises:
+            StreamfoldError: all workers are dead, and Ray does not start them again.
+        """
+        while not scheduler.aborted:
+            if not self._workers:
+                raise StreamfoldError("all workers have died, and Ray does not start them again: see its log")
+            if alive := self.alive:
+                return min(alive, key=lambda worker: worker.in_flight)
+            await self._changed.wait()
+        return None
+
+    def lose(self, worker: WorkerHandle, error: RayActorError) -> None:
+        """Note that a worker has died. It can be given groups again when Ray has started it again."""
+        if worker.is_alive:
+            worker.is_alive = False
+            _logger.warning("a worker has died, other workers get its groups: %s", error)
+            task = asyncio.get_running_loop().create_task(self._revive(worker))
+            self._revivals.add(task)
+            task.add_done_callback(self._revivals.discard)
+
+    def wake(self) -> None:
+        """Wake those that wait for a worker."""
+        self._changed.set()
+        self._changed.clear()  # those that were waiting have been woken
+
+    def close(self) -> None:
+        """Wait for no worker any more."""
+        for task in self._revivals:
+            task.cancel()
+
+    async def _revive(self, worker: WorkerHandle) -> None:
+        try:
+            while not await _is_up(worker.actor):  # noqa: ASYNC110  # Ray has no event for it
+                await asyncio.sleep(_REVIVE_SECONDS)
+            worker.is_alive = True
+        except Exception:
+            _logger.exception("a worker that has died cannot be used any more")
+            self._workers.remove(worker)
+        self.wake()
+
+
+class RemoteScheduler(Scheduler):
+    """Runs groups on workers.
+
+    Args:
+        config: limits and rules.
+        workers: that generate.
+        stats: counts, to which those of the workers are added.
+        version: the weight version of now; None: that in which a group was started.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, workers: WorkerSet, stats: RolloutStats, version: Callable[[], int] | None
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._workers = workers
+        self._stats = stats
+        self._version = version
+        self._epoch = workers.next_epoch()
+        self._is_aborted = False
+
+    @property
+    def aborted(self) -> bool:
+        """Whether an abort has begun."""
+        return self._is_aborted
+
+    async def abort(self, *, now: bool = False, keeps_rewards: Callable[[Group], bool] | None = None) -> None:  # noqa: ARG002
+        """Abort the groups on all workers, and wait for what they have generated.
+
+        Which rewards are of use each worker decides itself, as it knows more of its groups. One that does not end
+        within its limits is killed; its groups stay as it has reported them last.
+        """
+        started_at, self._is_aborted = self._loop.time(), True
+        self._workers.wake()
+        alive = self._workers.alive
+        aborts = [self._loop.create_task(_quietly(each.actor.abort.remote(self._epoch, now=now))) for each in alive]
+        limit = max(self._config.abort_seconds, self._config.reward_seconds) + _GRACE_SECONDS
+        try:
+            if self._running and (await asyncio.wait(self._running, timeout=limit))[1]:
+                _logger.error("workers did not end their groups within %g s: all are started again", limit)
+                for worker in alive:
+                    ray.kill(worker.actor, no_restart=False)
+                await asyncio.wait(self._running)
+        finally:
+            for task in (*aborts, *self._running):
+                task.cancel()
+            cancelled = await wait_all([*aborts, *self._running])
+            self._stats.abort_seconds += self._loop.time() - started_at
+        if cancelled is not None:
+            raise cancelled
+
+    async def _run(self, outcome: GroupOutcome) -> None:
+        for _ in range(self._config.group_tries):
+            worker = await self._workers.pick(self)
+            if worker is None or await self._run_on(worker, outcome):
+                return
+            if not self._config.partial_rollout:
+                self._stats.lost += restart_samples(unfinished_samples(outcome.elements))
+        raise StreamfoldError(f"{self._config.group_tries} workers have died with group {outcome.index}")
+
+    async def _run_on(self, worker: WorkerHandle, outcome: GroupOutcome) -> bool:
+        """Run a group on a worker until it has ended; False if the worker has died."""
+        samples = len(unfinished_samples(outcome.elements))
+        worker.in_flight += samples
+        try:
+            version = None if self._version is None else self._version()
+            run = worker.actor.run.options(num_returns="streaming")
+            async for report in run.remote(self._epoch, pack_group(outcome.group), outcome.version, version):
+                self._apply(outcome, await report)
+        except RayActorError as error:
+            self._workers.lose(worker, error)
+            return False
+        finally:
+            worker.in_flight -= samples
+        return True
+
+    def _apply(self, outcome: GroupOutcome, report: Report) -> None:
+        """Bring a group to the state that a worker has reported."""
+        for position, element in zip(report.positions, unpack_group(report.elements), strict=True):
+            outcome.group[position] = element
+        samples = samples_of(outcome.elements)
+        outcome.failures += [(samples[failure.position], failure.exception()) for failure in report.failures]
+        outcome.is_cancelled = report.is_cancelled
+        self._stats.add(report.stats)
+
+
+class BufferActor:
+    """Holds the buffer, and runs rollouts or a pool over the workers.
+
+    Args:
+        setup: of the workers' rollouts; also of the one here, whose client sends nothing.
+        source: makes the buffer.
+        filter: of the rollout.
+        sample_filter: of the rollout.
+        in_flight: of the pool.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        source: Callable[[], Buffer],
+        filter: Filter | None,  # noqa: A002  # the field's name for it
+        sample_filter: SampleFilter | None,
+        in_flight: int | None,
+    ) -> None:
+        self._setup = setup
+        self._source = source
+        self._filters: dict[str, Any] = {"filter": filter, "sample_filter": sample_filter}
+        self._in_flight = in_flight
+        self._version = 0
+        self._pool: Pool | None = None
+
+    async def open(self, actors: Sequence[Any], version: int) -> list[int]:
+        """Make the buffer and open the workers; returns their process ids."""
+        self._buffer = self._source()
+        self._actors, self._workers = actors, WorkerSet(actors)
+        self._version = version
+        hooks = RolloutHooks(count_engines=lambda: 1, scheduler=self._scheduler)
+        self._rollout = self._setup.rollout(**self._filters, hooks=hooks)
+        return list(await asyncio.gather(*(actor.open.remote() for actor in actors)))
+
+    def _scheduler(self, stats: RolloutStats, version: Callable[[], int] | None) -> RemoteScheduler:
+        return RemoteScheduler(self._setup.config, self._workers, stats, version)
+
+    async def run(self, rollout_id: int) -> tuple[list[Packed], dict[str, float], str]:
+        """One rollout: its groups, metrics and shortage."""
+        if self._pool is not None:
+            raise StreamfoldError("run() and next() do not go together: next() keeps groups in flight, run() none")
+        result = await self._rollout.run(self._buffer, rollout_id)
+        return [pack_group(group) for group in result.groups], result.metrics, result.shortage
+
+    async def next(self, n: int) -> list[Packed]:
+        """The next ``n`` groups of the pool, which is opened by the first call."""
+        if self._pool is None:
+            self._pool = Pool(self._rollout, self._buffer, in_flight=self._in_flight, version=self._version)
+            await self._pool.__aenter__()
+        return [pack_group(group) for group in await self._pool.next(n)]
+
+    async def give_back(self, packed: list[Packed]) -> None:
+        """Take groups back that did not reach the trainer."""
+        self._buffer.put([unpack_group(each) for each in packed])
+
+    async def pause(self) -> None:
+        """Abort what is in flight on all workers; nothing starts until :meth:`resume`."""
+        if self._pool is not None:
+            await self._pool.pause()
+
+    async def resume(self) -> None:
+        """Start groups again."""
+        if self._pool is not None:
+            self._pool.resume()
+
+    async def set_version(self, version: int) -> None:
+        """Set the weight version here and on all workers."""
+        self._version = version
+        if self._pool is not None:
+            self._pool.version = version
+        await asyncio.gather(*(_quietly(each.actor.set_version.remote(version)) for each in self._workers.alive))
+
+    async def metrics(self) -> dict[str, float]:
+        """Metrics of the pool since the last call."""
+        return {} if self._pool is None else self._pool.metrics()
+
+    async def save(self, path: str) -> None:
+        """Write the buffer to a file of this node."""
+        await asyncio.to_thread(self._buffer.saving(path))
+
+    async def close(self) -> None:
+        """Abort everything, and close the workers."""
+        try:
+            if self._pool is not None:
+                await self._pool.__aexit__(None, None, None)
+        finally:
+            await asyncio.gather(*(_quietly(each.actor.close.remote()) for each in self._workers.alive))
+            self._workers.close()
+
+
+async def _is_up(actor: Any) -> bool:  # noqa: ANN401  # an actor handle
+    """Whether Ray has started an actor again. Raises the error if it will not."""
+    try:
+        await actor.open.remote()
+    except ActorDiedError:
+        raise
+    except RayActorError:
+        return False
+    return True
+
+
+async def _quietly(call: Any) -> None:  # noqa: ANN401  # an ObjectRef
+    """Await a call of a worker. If it has died there is nothing to do: its groups have been taken from it."""
+    try:
+        await call
+    except RayActorError as error:
+        _logger.info("a worker has died: %s", error)
