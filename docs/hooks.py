@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _FOR_TESTS = re.compile(r"^<!-- (?:setup|not run:|needs:).*?-->$\n*", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>([^<]+)</code>")
-_LITERAL = re.compile(r" ?:(:)</p>|\s+::</p>")  # "::" before a block of code
+_LITERAL = re.compile(r"<p>::</p>\n?|\s+::(?=</p>)|(?<=:):(?=</p>)")  # Sphinx's mark of a block of code
 
 
 def _target(page: File, link: str) -> str:
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001  # mkdocs's
     """Docstrings name things as Sphinx does: make links of full names, and code of the others."""
-    return _LITERAL.sub(lambda found: f"{found[1] or ''}</p>", _ROLE.sub(_named, html))
+    return _LITERAL.sub("", _ROLE.sub(_named, html))
 
 
 def _named(match: re.Match[str]) -> str:
