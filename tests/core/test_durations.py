@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -38,3 +41,21 @@ def test_merging_adds_those_of_another_and_of_itself() -> None:
     assert one.quantile(0.5) == pytest.approx(1.0, rel=0.032)
     one.merge(one)
     assert (one.count, one.sum, other.count) == (6, 10.0, 1)
+
+
+def test_durations_are_pickled_and_copied_whole() -> None:
+    durations = Durations()
+    for again in (pickle.loads(pickle.dumps(durations)), copy.deepcopy(durations)):
+        assert (again.count, again.quantile(0.5)) == (0, None)
+    durations.add(0.25, 3)
+    durations.add(1e9)
+    for again in (pickle.loads(pickle.dumps(durations)), copy.deepcopy(durations)):
+        figures = [(each.count, each.sum, each.quantile(0.5), each.quantile(1.0)) for each in (durations, again)]
+        assert figures[0] == figures[1]
+        again.add(1.0)
+        assert durations.count == 4
+
+
+def test_a_pickle_with_buckets_that_do_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the parts of durations"):
+        Durations().__setstate__(([(10**6, 1)], 0.0, 0.0))  # type: ignore[attr-defined]  # for pickle alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from streamfold import Buffer, Client, Pool, Rollout, RolloutConfig, prompt_grou
 from streamfold.loopback import Loopback
 from streamfold.rollout.figures import Spread
 from streamfold.rollout.metric_names import METRICS, markdown_table
+from streamfold.rollout.metrics import RolloutStats
 from streamfold.samples.sample import Sample
 from support.paths import ROOT
 from support.rollouts import HostSource, Scripted, bounded, endless, groups_of, rollout
@@ -111,3 +113,20 @@ def test_a_spread_is_that_of_numpy() -> None:
     assert spread.mean == pytest.approx(values.mean())
     assert spread.std == pytest.approx(values.std())
     assert (spread.max, spread.count) == (values.max(), 1000)
+
+
+def test_the_counts_of_another_process_are_added_with_its_figures() -> None:
+    """Its samples stay there."""
+    both, one, other = RolloutStats(), RolloutStats(), RolloutStats()
+    for stats, rewards in ((one, [1.0, 3.0]), (other, [8.0])):
+        for reward in rewards:
+            for each in (stats, both):
+                each.samples += 1
+                each.reward.add(reward)
+                each.calls.ttft.add(reward)
+    other._running[1] = Sample(), 0
+    one.add(pickle.loads(pickle.dumps(other)))
+    one.add(RolloutStats())
+    assert (one.samples, one.calls.ttft.quantile(1.0), one._running) == (3, 8.0, {})
+    figures = [stats.reward.metrics("reward", "mean", "std", "max") for stats in (one, both)]
+    assert figures[0] == pytest.approx(figures[1])

@@ -230,6 +230,8 @@ class BufferActor:
         self._in_flight = in_flight
         self._version = 0
         self._pool: Pool | None = None
+        self._given: dict[int, list[Group]] = {}  # by the ticket of the call that was given them, until it has them
+        self._void: set[int] = set()  # tickets of calls that were cancelled before they got any
 
     async def open(self, actors: Sequence[Any], version: int) -> list[int]:
         """Make the buffer and open the workers; returns their process ids."""
@@ -243,23 +245,39 @@ class BufferActor:
     def _scheduler(self, stats: RolloutStats, version: Callable[[], int] | None) -> RemoteScheduler:
         return RemoteScheduler(self._setup.config, self._workers, stats, version)
 
-    async def run(self, rollout_id: int) -> tuple[list[Packed], dict[str, float], str]:
+    async def run(self, rollout_id: int, ticket: int) -> tuple[list[Packed], dict[str, float], str]:
         """One rollout: its groups, metrics and shortage."""
         if self._pool is not None:
             raise StreamfoldError("run() and next() do not go together: next() keeps groups in flight, run() none")
         result = await self._rollout.run(self._buffer, rollout_id)
-        return [pack_group(group) for group in result.groups], result.metrics, result.shortage
+        return self._give(result.groups, ticket), result.metrics, result.shortage
 
-    async def next(self, n: int) -> list[Packed]:
+    async def next(self, n: int, ticket: int) -> list[Packed]:
         """The next ``n`` groups of the pool, which is opened by the first call."""
         if self._pool is None:
             self._pool = Pool(self._rollout, self._buffer, in_flight=self._in_flight, version=self._version)
             await self._pool.__aenter__()
-        return [pack_group(group) for group in await self._pool.next(n)]
+        return self._give(await self._pool.next(n), ticket)
 
-    async def give_back(self, packed: list[Packed]) -> None:
-        """Take groups back that did not reach the trainer."""
-        self._buffer.put([unpack_group(each) for each in packed])
+    def _give(self, groups: list[Group], ticket: int) -> list[Packed]:
+        """The groups for a call, which are kept here until it has them: Ray may drop the result of a cancelled call."""
+        if ticket in self._void:
+            self._buffer.put(groups)
+            return []
+        self._given[ticket] = groups
+        return [pack_group(group) for group in groups]
+
+    async def received(self, ticket: int) -> None:
+        """A call has got its groups."""
+        self._given.pop(ticket, None)
+
+    async def give_back(self, ticket: int) -> None:
+        """Take the groups back that a cancelled call was given, or would be given."""
+        groups = self._given.pop(ticket, None)
+        if groups is None:
+            self._void.add(ticket)
+        else:
+            self._buffer.put(groups)
 
     async def pause(self) -> None:
         """Abort what is in flight on all workers; nothing starts until :meth:`resume`."""

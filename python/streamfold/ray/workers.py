@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamfold.client.client import Client
-    from streamfold.ray.worker import Packed
     from streamfold.rollout.buffer import Buffer
     from streamfold.rollout.callbacks import Filter, Generate, RewardFunction, SampleFilter
     from streamfold.rollout.config import RolloutConfig
@@ -108,6 +108,7 @@ class RolloutWorkers:
         self._actors: list[Any] = []
         self._buffer: Any = None
         self._pids: list[int] = []
+        self._tickets = itertools.count()  # of calls that are given groups
         self._returns: set[asyncio.Task[None]] = set()  # of groups that a cancelled call was given
 
     def __repr__(self) -> str:
@@ -149,7 +150,7 @@ class RolloutWorkers:
             StreamfoldError: too many groups failed, or :meth:`next` was called before.
             Exception: what the source or a filter raised.
         """
-        packed, metrics, shortage = await self._fetch("run", rollout_id, lambda result: result[0])
+        packed, metrics, shortage = await self._fetch("run", rollout_id)
         return RolloutResult([unpack_group(each) for each in packed], metrics, shortage)
 
     async def next(self, n: int) -> list[Group]:
@@ -159,7 +160,7 @@ class RolloutWorkers:
             StreamfoldError: too many groups failed.
             Exception: what the source or a filter raised.
         """
-        return [unpack_group(each) for each in await self._fetch("next", n, lambda packed: packed)]
+        return [unpack_group(each) for each in await self._fetch("next", n)]
 
     async def pause(self) -> None:
         """Abort what is in flight on all workers, and wait for it; nothing starts until :meth:`resume`."""
@@ -208,30 +209,29 @@ class RolloutWorkers:
                 ray.kill(actor)
         self._actors, self._buffer = [], None
 
-    async def _fetch(self, method: str, argument: int, packed_of: Callable[[Any], list[Packed]]) -> Any:  # noqa: ANN401
-        """Await a call that gives groups. If this is cancelled so is the call, and groups that it gave return."""
+    async def _fetch(self, method: str, argument: int) -> Any:  # noqa: ANN401  # what the method returns
+        """Await a call that gives groups. If this is cancelled so is the call, and groups that it was given return."""
         await self._settle()
-        buffer = self._open()
-        call = getattr(buffer, method).remote(argument)
+        buffer, ticket = self._open(), next(self._tickets)
+        call = getattr(buffer, method).remote(argument, ticket)
         result = asyncio.ensure_future(call)
         try:
-            return await asyncio.shield(result)
+            value = await asyncio.shield(result)
         except asyncio.CancelledError:
             ray.cancel(call, recursive=False)  # the groups that it waits for go on
-            task = asyncio.get_running_loop().create_task(self._return(buffer, result, packed_of))
+            task = asyncio.get_running_loop().create_task(self._return(buffer, result, ticket))
             self._returns.add(task)
             task.add_done_callback(self._returns.discard)
             raise
+        buffer.received.remote(ticket)
+        return value
 
-    async def _return(
-        self,
-        buffer: Any,  # noqa: ANN401  # an actor handle
-        result: asyncio.Future[Any],
-        packed_of: Callable[[Any], list[Packed]],
-    ) -> None:
+    async def _return(self, buffer: Any, result: asyncio.Future[Any], ticket: int) -> None:  # noqa: ANN401
         """Return the groups of a call that was cancelled, if it has ended all the same."""
-        with contextlib.suppress(ray.exceptions.RayError, asyncio.CancelledError):
-            await buffer.give_back.remote(packed_of(await result))
+        with contextlib.suppress(Exception, asyncio.CancelledError):  # whatever it raised
+            await result
+        with contextlib.suppress(ray.exceptions.RayError):
+            await buffer.give_back.remote(ticket)
 
     async def _settle(self) -> None:
         """Wait until calls that were cancelled have ended."""

@@ -34,6 +34,16 @@ class Spread:
         self._squares += distance * (value - self.mean)
         self.max = max(self.max, value)
 
+    def merge(self, other: Spread) -> None:
+        """Add all numbers of another."""
+        count = self.count + other.count
+        if not other.count:
+            return
+        distance = other.mean - self.mean
+        self._squares += other._squares + distance * distance * self.count * other.count / count
+        self.mean += distance * other.count / count
+        self.count, self.max = count, max(self.max, other.max)
+
     @property
     def std(self) -> float:
         """The standard deviation of the numbers themselves, not an estimate from a part of them."""
@@ -62,6 +72,12 @@ class CallTimes(Observer):
         self.itl.merge(call.gaps()[0])
         if generation.finish_reason in ("stop", "length"):
             self.latency.add(timings.latency)
+
+    def merge(self, other: CallTimes) -> None:
+        """Add the times of other calls."""
+        self.ttft.merge(other.ttft)
+        self.itl.merge(other.itl)
+        self.latency.merge(other.latency)
 
     def metrics(self) -> dict[str, float]:
         """Percentiles in seconds, of what there is."""

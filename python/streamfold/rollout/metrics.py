@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client.observer import Observer
 from streamfold.rollout.figures import CallTimes, Spread
@@ -148,9 +148,16 @@ class RolloutStats(Observer):
         return "".join(f"; {part}" for part in parts)
 
     def add(self, other: RolloutStats) -> None:
-        """Add the counts of another process."""
+        """Add the counts and figures of another process."""
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if isinstance(value, (Spread, CallTimes)):
+                getattr(self, name).merge(value)
+            elif name != "_running":  # there, not here
+                setattr(self, name, getattr(self, name) + value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the samples of this process."""
+        return {**vars(self), "_running": {}}
 
     def clear(self) -> None:
         """Reset all counts; generations that are running are counted when they end."""

@@ -88,6 +88,24 @@ impl Durations {
         counts.iter().map(|count| u64::from(*count)).sum()
     }
 
+    /// What [`Self::restored`] takes: the buckets that are not empty, with their counts, the sum and the longest.
+    #[must_use]
+    pub fn parts(&self) -> (Vec<(usize, u32)>, f64, f64) {
+        let counts = self.counts.iter().flat_map(|counts| counts.iter().copied().enumerate());
+        (counts.filter(|(_, count)| *count > 0).collect(), self.sum, self.longest)
+    }
+
+    /// Durations from their [`Self::parts`]. None if a bucket does not exist.
+    #[must_use]
+    pub fn restored(buckets: &[(usize, u32)], sum: f64, longest: f64) -> Option<Self> {
+        let mut restored = Self { sum, longest, ..Self::default() };
+        for (index, count) in buckets {
+            *restored.counts.get_or_insert_with(|| Box::new([0; BUCKETS])).get_mut(*index)? = *count;
+            restored.count += u64::from(*count);
+        }
+        Some(restored)
+    }
+
     /// Bytes of memory held beside the struct itself.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
@@ -170,6 +188,19 @@ mod tests {
         };
         assert_eq!(shown(&one), shown(&both));
         assert_eq!(shown(&both).0, 4);
+    }
+
+    #[test]
+    fn durations_are_restored_from_their_parts() {
+        let mut durations = Durations::default();
+        for _ in 0..2 {
+            let (buckets, sum, longest) = durations.parts();
+            let restored = Durations::restored(&buckets, sum, longest).expect("all buckets exist");
+            assert_eq!(format!("{restored:?}"), format!("{durations:?}"));
+            durations.add(0.25, 3);
+            durations.add(1e9, 1);
+        }
+        assert!(Durations::restored(&[(BUCKETS, 1)], 0.0, 0.0).is_none());
     }
 
     #[test]

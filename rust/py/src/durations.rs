@@ -3,6 +3,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+/// Buckets with their counts, the sum, the longest.
+type State = (Vec<(usize, u32)>, f64, f64);
+
 /// Durations in seconds, counted in 2 KiB: quantiles are right to within 3 %, counts and sums are exact.
 #[pyclass(frozen, module = "streamfold._core")]
 #[derive(Default)]
@@ -50,6 +53,16 @@ impl Durations {
     /// How many are shorter than ``seconds``: exactly where that is a power of two.
     fn below(&self, seconds: f64) -> u64 {
         self.lock().below(seconds)
+    }
+
+    fn __getstate__(&self) -> State {
+        self.lock().parts()
+    }
+
+    fn __setstate__(&self, state: State) -> PyResult<()> {
+        let restored = streamfold_io::Durations::restored(&state.0, state.1, state.2);
+        *self.lock() = restored.ok_or_else(|| PyValueError::new_err("these are not the parts of durations"))?;
+        Ok(())
     }
 
     fn __repr__(&self) -> String {
