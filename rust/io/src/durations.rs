@@ -97,11 +97,11 @@ impl Durations {
 
     /// Durations from their [`Self::parts`]. None if a bucket does not exist.
     #[must_use]
-    pub fn restored(buckets: &[(usize, u32)], sum: f64, longest: f64) -> Option<Self> {
+    pub fn restored(buckets: impl IntoIterator<Item = (usize, u32)>, sum: f64, longest: f64) -> Option<Self> {
         let mut restored = Self { sum, longest, ..Self::default() };
         for (index, count) in buckets {
-            *restored.counts.get_or_insert_with(|| Box::new([0; BUCKETS])).get_mut(*index)? = *count;
-            restored.count += u64::from(*count);
+            *restored.counts.get_or_insert_with(|| Box::new([0; BUCKETS])).get_mut(index)? = count;
+            restored.count += u64::from(count);
         }
         Some(restored)
     }
@@ -195,12 +195,12 @@ mod tests {
         let mut durations = Durations::default();
         for _ in 0..2 {
             let (buckets, sum, longest) = durations.parts();
-            let restored = Durations::restored(&buckets, sum, longest).expect("all buckets exist");
+            let restored = Durations::restored(buckets, sum, longest).expect("all buckets exist");
             assert_eq!(format!("{restored:?}"), format!("{durations:?}"));
             durations.add(0.25, 3);
             durations.add(1e9, 1);
         }
-        assert!(Durations::restored(&[(BUCKETS, 1)], 0.0, 0.0).is_none());
+        assert!(Durations::restored([(BUCKETS, 1)], 0.0, 0.0).is_none());
     }
 
     #[test]

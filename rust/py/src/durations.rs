@@ -60,7 +60,7 @@ impl Durations {
     }
 
     fn __setstate__(&self, state: State) -> PyResult<()> {
-        let restored = streamfold_io::Durations::restored(&state.0, state.1, state.2);
+        let restored = streamfold_io::Durations::restored(state.0, state.1, state.2);
         *self.lock() = restored.ok_or_else(|| PyValueError::new_err("these are not the parts of durations"))?;
         Ok(())
     }
