@@ -118,3 +118,13 @@ def test_a_trace_that_cannot_be_written_ends_the_command_before_it_begins(tmp_pa
     assert result.exit_code == 2
     assert "missing/trace.json" in result.stderr.replace("\n", "")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "out.jsonl"])
+def test_a_trace_never_takes_the_place_of_the_prompts_or_the_samples(tmp_path: Path, name: str) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
+    arguments = ["rollout", "--url", "http://127.0.0.1:9", "--prompts", str(prompts), "--out", str(out)]
+    result = RUNNER.invoke(app, [*arguments, "--trace", str(tmp_path / name)])
+    assert (result.exit_code, prompts.read_text(encoding="utf-8")) == (2, '{"prompt": "Hi"}\n')
+    assert "--trace writes a file of its own" in result.stderr

@@ -119,3 +119,10 @@ def test_tensors_without_torch_name_the_extra() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout == "Generation.torch() needs torch: pip install 'streamfold[torch]'\n"
+
+
+def test_what_is_no_trace_or_observer_is_refused_before_any_call() -> None:
+    """The first call hung."""
+    for given, words in (({"trace": "x.json"}, "trace must be"), ({"observers": [str]}, "each of observers must be")):
+        with pytest.raises(TypeError, match=words):
+            Client("http://127.0.0.1:9", **given)

@@ -245,6 +245,8 @@ def command(
         shape = experts_option(experts)
         judge = reward_option(reward)
         _check_prompts(plan, engine, shape)
+        if trace is not None and trace.resolve() in (prompts.resolve(), out.resolve()):
+            raise ValueError(f"--trace writes a file of its own, but {trace} is that of --prompts or --out")
         timeline = None if trace is None else Trace(trace)
         client = Client(
             url,

@@ -17,7 +17,7 @@ from streamfold.client.call import Call
 from streamfold.client.drivers.choose import driver_factory
 from streamfold.client.fields import with_fields
 from streamfold.client.limits import Limits, Retries, Timeouts, check_seconds
-from streamfold.client.observer import Observation, all_observers, subject_of_context
+from streamfold.client.observer import Observation, Observer, all_observers, subject_of_context
 from streamfold.client.request import CallRequest
 from streamfold.client.runner import CallRunner, RetryLog
 from streamfold.client.session import Session
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from streamfold._core import Experts
     from streamfold._types import Tokenizer
     from streamfold.client.drivers.base import Fields
-    from streamfold.client.observer import Observer
     from streamfold.client.session import Running
     from streamfold.client.trace import Trace
     from streamfold.engines.base import EngineSpec, TokenIds
@@ -135,7 +134,7 @@ class Client:
             experts=experts,
             tokenizer=tokenizer,
             header_names=frozenset(name.lower() for name in headers or ()),
-            observers=(*(() if trace is None else (trace,)), *observers),
+            observers=_checked_observers(trace, observers),
         )
         self._retry_log = RetryLog()
         self._warned_params: set[str] = set()
@@ -485,3 +484,12 @@ class Client:
             await session.aclose()
         finally:
             self._session = None
+
+
+def _checked_observers(trace: Trace | None, observers: Iterable[Observer]) -> tuple[Observer, ...]:
+    if trace is not None:
+        check_kind("trace", trace, Observer, 'Trace("trace.json")')
+    given = tuple(observers)
+    for observer in given:
+        check_kind("each of observers", observer, Observer, "PrometheusCollector()")
+    return given if trace is None else (trace, *given)
