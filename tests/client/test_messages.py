@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import subprocess
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 
 from streamfold import Client, CompletionOptions, Retries, RolloutConfig, Sample, Timeouts, complete
-from support.replay import WHOLE, Replay
+from streamfold.client.observer import observed
+from support.replay import ASKED, PROMPT, WHOLE, Replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from support.speaking import Speech
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -126,3 +130,11 @@ def test_what_is_no_trace_or_observer_is_refused_before_any_call() -> None:
     for given, words in (({"trace": "x.json"}, "trace must be"), ({"observers": [str]}, "each of observers must be")):
         with pytest.raises(TypeError, match=words):
             Client("http://127.0.0.1:9", **given)
+    with pytest.raises(TypeError, match="trace must be"):
+        RolloutConfig(groups=1, trace="x.json")  # type: ignore[arg-type]
+
+
+async def test_what_is_observed_by_something_that_is_no_observer_ends_all_the_same(speech: Speech) -> None:
+    async with speech.replay(speech.whole) as server, speech.client(server.url) as client:
+        with observed("nobody"):  # type: ignore[arg-type]
+            assert (await asyncio.wait_for(client.generate(PROMPT, ASKED), 20)).token_ids.tolist() == [1, 2, 3]

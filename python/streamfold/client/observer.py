@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from streamfold._core import Durations, Generation
 
@@ -163,14 +163,13 @@ class Observation:
         if not self._is_over and phase != self._phase:
             self._phase = phase
             for observer in self.observers:
-                if type(observer).on_phase is not Observer.on_phase:
-                    _tell(observer, observer.on_phase, call, self.subject, phase, at)
+                _tell(observer, "on_phase", call, self.subject, phase, at)
 
     def end(self, call: ObservedCall, at: float) -> None:
         """The call has ended."""
         self._is_over = True
         for observer in self.observers:
-            _tell(observer, observer.on_end, call, self.subject, at)
+            _tell(observer, "on_end", call, self.subject, at)
 
     @contextlib.contextmanager
     def work(self, name: str, **notes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # JSON-like
@@ -181,15 +180,15 @@ class Observation:
         finally:
             if self.subject is not None:
                 for observer in self.observers:
-                    _tell(observer, observer.on_work, self.subject, name, began_at, time.monotonic(), notes)
+                    _tell(observer, "on_work", self.subject, name, began_at, time.monotonic(), notes)
 
 
 _warned_of: Final[set[type]] = set()
 
 
-def _tell(observer: Observer, method: Callable[..., None], *told: object) -> None:
+def _tell(observer: Observer, method: Literal["on_phase", "on_end", "on_work"], *told: object) -> None:
     try:
-        method(*told)
+        getattr(observer, method)(*told)
     except Exception as error:  # no call fails because nobody could watch it
         if type(observer) not in _warned_of:
             _warned_of.add(type(observer))

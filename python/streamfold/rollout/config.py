@@ -7,8 +7,10 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from streamfold.client.arguments import check_kind
 from streamfold.client.fields import with_fields
 from streamfold.client.limits import check_seconds
+from streamfold.client.observer import Observer
 from streamfold.engines.base import common_extra
 from streamfold.samples.options import ResumePenalties, check_resume_penalties
 from streamfold.samples.routing import AUTO, check_routing_header
@@ -148,6 +150,8 @@ class RolloutConfig:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
+        if self.trace is not None:
+            check_kind("trace", self.trace, Observer, 'Trace("trace.json")')
         for names, least in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):
             for name in names:
                 value = getattr(self, name)
