@@ -301,7 +301,7 @@ class Generation:
     @property
     def timings(self) -> Timings | None:
         """When the tokens came; no part of ``==``. None if no request was sent, and of a :class:`Parser` alone."""
-    def _set_timings(self, timings: Timings) -> None: ...
+    def _complete(self, missing: tuple[str, ...], timings: Timings | None) -> None: ...
     def torch(self) -> dict[str, torch.Tensor]:
         """The arrays as torch tensors that share their memory. Imports torch.
 

@@ -151,5 +151,5 @@ def test_timings_are_pickled_and_no_part_of_equality() -> None:
     assert pickle.loads(pickle.dumps(timed)).timings == timed.timings
     assert timed == Generation([1, 2])
     assert "ttft=500.0 ms" in repr(timed)
-    with pytest.raises(ValueError, match="set already"):
-        timed._set_timings(Timings(0.0, 0.0))
+    with pytest.raises(ValueError, match="complete already"):
+        timed._complete((), Timings(0.0, 0.0))

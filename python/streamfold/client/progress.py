@@ -73,9 +73,10 @@ class Progress:
         if self.sent_at == math.inf:
             return None
         queued, connect = self.started_at - called_at, self.sent_at - self.started_at
-        if self.first_token_at == math.inf:
+        first_token_at = self.first_token_at
+        if first_token_at == math.inf:
             return Timings(queued, connect)
-        ttft, latency = self.first_token_at - self.sent_at, self.last_token_at - self.sent_at
+        ttft, latency = first_token_at - self.sent_at, self.last_token_at - self.sent_at
         behind, (gaps, reads) = self.token_count - 1, self.gaps()
         return Timings(
             queued=queued,

@@ -419,9 +419,9 @@ class CallRunner:
         """The one place where a call ends."""
         if self.ended.done():
             return
-        generation = self._missing.note(self._request, self._attempt.take())
-        if (timings := self._attempt.timings(self.started_at)) is not None:
-            generation._set_timings(timings)  # noqa: SLF001  # nobody has the generation yet
+        generation = self._attempt.take()
+        missing, timings = self._missing.names(self._request, generation), self._attempt.timings(self.started_at)
+        generation._complete(missing, timings)  # noqa: SLF001  # nobody has the generation yet
         error = self._attempt.error
         if self._is_aborting and self._may_retry(error):
             error = None  # the failure would have been retried: the abort ended the call

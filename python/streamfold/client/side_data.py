@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from streamfold._core import Generation
-
 if TYPE_CHECKING:
+    from streamfold._core import Generation
     from streamfold.client.request import CallRequest
 
 __all__ = ["MissingSideData"]
@@ -21,21 +20,18 @@ class MissingSideData:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def note(self, request: CallRequest, generation: Generation) -> Generation:
-        """The generation with the names of what is missing; itself if nothing is.
+    def names(self, request: CallRequest, generation: Generation) -> tuple[str, ...]:
+        """The names of what is missing.
 
         A warning follows if the engine has finished the response: from an aborted one side data may be missing.
         """
         if not request.side_data or not len(generation.token_ids):
-            return generation
-        missing = tuple(name for name in request.side_data if not _has(generation, name))
-        if not missing:
-            return generation
+            return ()
+        missing = tuple([name for name in request.side_data if not _has(generation, name)])
         if generation.finish_reason in ("stop", "length"):
             for name in missing:
                 self._warn(request, name)
-        args, kwargs = generation.__getnewargs_ex__()  # all that makes a generation, as for a pickle
-        return Generation(*args, **{**kwargs, "missing": missing})
+        return missing
 
     def _warn(self, request: CallRequest, name: str) -> None:
         if name in self._warned:

@@ -72,18 +72,13 @@ pub(crate) struct Generation {
     /// The number of logprobs that are the engine's substitute for minus infinity (0 unless ``clamped="keep"``).
     #[pyo3(get)]
     clamped_logprobs: usize,
-    /// What was requested and not received, by the names of the fields here; ``()`` if nothing is missing.
-    ///
-    /// Set by :class:`~streamfold.Client`: ``routed_experts``, ``top_p`` (if sampling is restricted),
-    /// ``prompt_token_ids``, and ``indexer_topk`` of ``meta``. Empty without tokens.
-    #[pyo3(get)]
-    missing: Py<PyTuple>,
     /// The most new tokens that one event of the stream had; 0 if none had tokens.
     ///
     /// More than one with speculative decoding, with a stream interval, and where the engine joined events.
     #[pyo3(get)]
     max_tokens_per_event: usize,
-    /// Set once, by the client, before anybody else has the generation.
+    /// Set once, by the client, before anybody else has the generation; so are the timings.
+    missing: PyOnceLock<Py<PyTuple>>,
     timings: PyOnceLock<Py<PyAny>>,
     /// The members of `meta` as JSON. They are parsed at the first access.
     raw_meta: Vec<(String, String)>,
@@ -148,14 +143,8 @@ impl Generation {
             return Err(PyValueError::new_err(message));
         }
         let prompt_token_ids = prompt_token_ids.map(|ids| int32_array("prompt_token_ids", ids)).transpose()?;
-        let given = PyOnceLock::new();
-        if let Some(meta) = meta {
-            let _ = given.set(py, meta);
-        }
-        let timed = PyOnceLock::new();
-        if let Some(timings) = timings {
-            let _ = timed.set(py, timings);
-        }
+        let missing = missing.filter(|names| !names.is_empty());
+        let missing = missing.map(|names| PyTuple::new(py, names)).transpose()?.map(Bound::unbind);
         Ok(Self {
             token_ids: token_ids.unbind(),
             logprobs: logprobs.map(Bound::unbind),
@@ -170,11 +159,11 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
-            missing: PyTuple::new(py, missing.unwrap_or_default())?.unbind(),
+            missing: once(py, missing),
             max_tokens_per_event,
-            timings: timed,
+            timings: once(py, timings),
             raw_meta: Vec::new(),
-            meta: given,
+            meta: once(py, meta),
         })
     }
 
@@ -193,15 +182,26 @@ impl Generation {
         Ok(meta.bind(py).clone())
     }
 
+    /// What was requested and not received, by the names of the fields here; ``()`` if nothing is missing.
+    ///
+    /// Set by :class:`~streamfold.Client`: ``routed_experts``, ``top_p`` (if sampling is restricted),
+    /// ``prompt_token_ids``, and ``indexer_topk`` of ``meta``. Empty without tokens.
+    #[getter]
+    fn missing(&self, py: Python<'_>) -> Py<PyTuple> {
+        self.missing.get_or_init(py, || PyTuple::empty(py).unbind()).clone_ref(py)
+    }
+
     /// When the tokens came; no part of ``==``. None if no request was sent, and of a :class:`Parser` alone.
     #[getter]
     fn timings(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         self.timings.get(py).map(|timings| timings.clone_ref(py))
     }
 
-    /// Set the timings, once: for the client, before anybody else has the generation.
-    fn _set_timings(&self, py: Python<'_>, timings: Py<PyAny>) -> PyResult<()> {
-        self.timings.set(py, timings).map_err(|_| PyValueError::new_err("the timings are set already"))
+    /// Set what only the client knows, once: before anybody else has the generation.
+    fn _complete(&self, py: Python<'_>, missing: Py<PyTuple>, timings: Option<Py<PyAny>>) -> PyResult<()> {
+        let timed = timings.map_or(Ok(()), |timings| self.timings.set(py, timings).map_err(drop));
+        let named = self.missing.set(py, missing).map_err(drop);
+        timed.and(named).map_err(|()| PyValueError::new_err("the generation is complete already"))
     }
 
     /// The arrays as torch tensors that share their memory. Imports torch.
@@ -246,7 +246,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
-            missing,
+            missing: _,
             max_tokens_per_event,
             timings,
             raw_meta: _,
@@ -265,7 +265,7 @@ impl Generation {
         kwargs.set_item("prompt_tokens", prompt_tokens)?;
         kwargs.set_item("cached_tokens", cached_tokens)?;
         kwargs.set_item("clamped_logprobs", clamped_logprobs)?;
-        kwargs.set_item("missing", missing.bind(py).to_list())?; // of tuples only those of arrays are compared
+        kwargs.set_item("missing", self.missing(py).bind(py).to_list())?; // of tuples only those of arrays are compared
         kwargs.set_item("max_tokens_per_event", max_tokens_per_event)?;
         kwargs.set_item("timings", timings.get(py))?;
         kwargs.set_item("meta", self.meta(py)?)?;
@@ -332,8 +332,8 @@ impl Generation {
         if *padded_rows > 0 {
             counts.push(format!("padded_rows={padded_rows}"));
         }
-        if !missing.bind(py).is_empty() {
-            counts.push(format!("missing={}", missing.bind(py).repr()?));
+        if let Some(missing) = missing.get(py).map(|missing| missing.bind(py)).filter(|missing| !missing.is_empty()) {
+            counts.push(format!("missing={}", missing.repr()?));
         }
         if *max_tokens_per_event > 1 {
             counts.push(format!("max_tokens_per_event={max_tokens_per_event}"));
@@ -407,7 +407,7 @@ impl Generation {
             prompt_tokens,
             cached_tokens,
             clamped_logprobs,
-            missing: PyTuple::empty(py).unbind(),
+            missing: PyOnceLock::new(),
             max_tokens_per_event,
             timings: PyOnceLock::new(),
             raw_meta: meta,
@@ -432,6 +432,15 @@ impl Generation {
         }
         Ok(fields)
     }
+}
+
+/// A cell that holds the value, if there is one.
+fn once<T>(py: Python<'_>, value: Option<T>) -> PyOnceLock<T> {
+    let cell = PyOnceLock::new();
+    if let Some(value) = value {
+        let _ = cell.set(py, value);
+    }
+    cell
 }
 
 /// The repr of a value, if it is short; else its beginning.
