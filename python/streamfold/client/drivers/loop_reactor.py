@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ __all__ = ["LONGEST_REST", "SHORTEST_REST", "LoopReactor"]
 
 SHORTEST_REST = 0.005
 LONGEST_REST = 0.05
+_DISPATCH_SECONDS = 0.003  # in one go: when thousands of streams begin or end, the event loop gets its turn
 
 
 class LoopReactor:
@@ -52,6 +55,7 @@ class LoopReactor:
         self._handlers: dict[int, OnEvent] = {}
         self._events: deque[tuple[int, str, Any]] = deque()
         self._is_dispatching = False
+        self._continuing: asyncio.Handle | None = None
         self._is_closed = False
         self._urgent_fd = self.core.urgent_fileno()
         self._fd = self.core.fileno()
@@ -116,12 +120,15 @@ class LoopReactor:
         self.core.end(connection)
 
     def dispatch(self, events: Iterable[tuple[int, str, Any]]) -> None:
-        """Pass events on, in their order: those that come of a handler's own calls after it has returned."""
+        """Pass on what waits and then these; those that come of a handler's own calls after it has returned."""
         self._events.extend(events)
-        if self._is_dispatching:
-            return
+        if not self._is_dispatching:
+            self._dispatch(until=math.inf)
+
+    def _dispatch(self, until: float) -> None:
+        """Pass events on, in their order, up to a time; the event loop calls for the others."""
         self._is_dispatching = True
-        waiting, handlers = self._events, self._handlers
+        waiting, handlers, now = self._events, self._handlers, time.monotonic
         try:
             while waiting:
                 connection, kind, payload = waiting.popleft()
@@ -134,22 +141,29 @@ class LoopReactor:
                         self.loop.call_exception_handler(
                             {"message": f"the handler of {kind!r} failed", "exception": error}
                         )
+                    if now() >= until:
+                        break
         finally:
             self._is_dispatching = False
-            if waiting and not self.loop.is_closed():  # an interrupt left them
-                self.loop.call_soon(self.dispatch, ())
+            if waiting and self._continuing is None and not self.loop.is_closed():  # or an interrupt left them
+                self._continuing = self.loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._continuing = None
+        self._dispatch(until=time.monotonic() + _DISPATCH_SECONDS)
 
     # What the loop calls.
 
     def _sweep_urgent(self) -> None:
-        events = self.core.sweep_urgent()
-        if events:
-            self.dispatch(events)
+        self._pass_on(self.core.sweep_urgent())
 
     def _sweep(self) -> None:
-        events = self.core.sweep()
-        if events:
-            self.dispatch(events)
+        self._pass_on(self.core.sweep())
+
+    def _pass_on(self, events: list[tuple[int, str, Any]]) -> None:
+        self._events.extend(events)
+        if events and self._continuing is None:
+            self._continue()
 
 
 _LOCK = threading.RLock()
