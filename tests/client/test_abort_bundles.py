@@ -1,8 +1,9 @@
-"""Aborts of many calls at once, behind a router: each gets its abort event with its side data, and each is posted."""
+"""Aborts of many calls at once, behind a router: each gets its abort event with its side data, and is posted."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,22 @@ from streamfold.client.abort_batches import Shape
 from streamfold.loopback import Loopback, Router
 from support.calls import abort_soon
 from support.carriers import HTTPX
-from support.replay import ASKED, FIN, HANG, PROMPT, RST, answer_json, begun, head, until
+from support.replay import (
+    ASKED,
+    DONE,
+    END,
+    FIN,
+    HANG,
+    LAST_CHUNK,
+    PROMPT,
+    RST,
+    answer_json,
+    begun,
+    chunk,
+    head,
+    stream,
+    until,
+)
 from support.speaking import SGLANG, VLLM
 
 if TYPE_CHECKING:
@@ -72,9 +88,14 @@ async def storm(engines: Engines, workers: int, count: int, *, waits: bool) -> N
             await client.abort_all()
             assert sum([engines.is_whole(await call) for call in calls]) == count
         await client.aclose()
-        wanted = {engines.posted(call) for call in calls}
+        found = 0
         for loopback in loopbacks:
-            assert set(loopback.stats().aborts) >= wanted, "all were posted when aclose returned"
+            asked = [request for request in loopback.seen() if request.body and "abort" not in request.path]
+            told = json.dumps([[request.json(), request.headers] for request in asked])
+            own = {engines.posted(call) for call in calls if call.rid in told}
+            found += len(own)
+            assert set(loopback.stats().aborts) >= own, "a request runs on where its abort was not posted"
+        assert found == count
 
 
 @pytest.mark.parametrize("engines", ENGINES, ids=lambda engines: engines.name)
@@ -84,7 +105,7 @@ async def storm(engines: Engines, workers: int, count: int, *, waits: bool) -> N
 )
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("patient")
-async def test_each_of_many_aborts_gets_its_event_and_reaches_each_worker(
+async def test_each_of_many_aborts_gets_its_event_and_reaches_the_worker_that_runs_it(
     engines: Engines, workers: int, count: int
 ) -> None:
     await storm(engines, workers, count, waits=True)
@@ -92,7 +113,9 @@ async def test_each_of_many_aborts_gets_its_event_and_reaches_each_worker(
 
 @pytest.mark.parametrize("engines", ENGINES, ids=lambda engines: engines.name)
 @pytest.mark.usefixtures("patient")
-async def test_when_a_client_is_closed_each_of_its_calls_was_posted_to_each_worker(engines: Engines) -> None:
+async def test_when_a_client_is_closed_each_of_its_calls_was_posted_to_the_worker_that_runs_it(
+    engines: Engines,
+) -> None:
     await storm(engines, 4, 48, waits=False)
 
 
@@ -155,6 +178,45 @@ async def test_an_abort_waits_for_its_post_while_others_are_answered(
             await running(client, 40)
             await client.abort_all()
         assert open_at_post == [True] * 40
+
+
+async def test_a_call_whose_stream_has_ended_waits_for_no_worker_and_none_is_posted_to_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router does not tell which worker has a request: each worker is posted the aborts from another one on."""
+    monkeypatch.setattr("streamfold.client.abort_batches._PIPELINED", Shape(posts=1, requests=1))
+    monkeypatch.setattr("streamfold.client.abort_batches._SINGLE", Shape(posts=1, requests=1))
+    ending, answering = asyncio.Event(), asyncio.Event()
+    held: list[Step] = [answering, *answer_json(None)]
+    rest = stream(SGLANG.event([3], 3, "abort"), DONE)[1:]
+    async with SGLANG.replay(routes={SGLANG.abort_path: held}) as one, SGLANG.replay() as two:
+        two.routes[SGLANG.abort_path] = held
+        workers = answer_json({"workers": [{"url": one.url}, {"url": two.url}]})
+        steps: Steps = [*SGLANG.two, ending, *rest]
+        async with (
+            SGLANG.replay(steps, routes={"/workers": workers}) as router,
+            SGLANG.client(router.url) as client,
+        ):
+            calls = await running(client, 4)
+            aborting = asyncio.ensure_future(client.abort_all())
+            await until(lambda: one.aborts and two.aborts)
+            ending.set()
+            await asyncio.wait_for(asyncio.gather(*calls), 20)
+            answering.set()
+            await aborting
+        assert (one.aborts, two.aborts) == ([calls[0].rid], [calls[2].rid])
+        assert [(await call).finish_reason for call in calls] == ["abort"] * 4
+
+
+async def test_a_call_whose_stream_has_ended_is_not_posted_at_all() -> None:
+    held = asyncio.Event()
+    steps: Steps = [*SGLANG.two, chunk(SGLANG.event([3], 3, "stop")), held, chunk(DONE), LAST_CHUNK, END]
+    async with SGLANG.replay(steps) as server, SGLANG.client(server.url) as client:
+        call = client.start(PROMPT, ASKED)
+        await call.wait_tokens(3)
+        generation = await call.abort()
+        assert (generation.finish_reason, server.aborts) == ("stop", [])
+        held.set()
 
 
 # Servers that do not answer a whole row.

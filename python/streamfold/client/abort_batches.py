@@ -15,7 +15,7 @@ from streamfold.client.sweep import REPEAT_SECONDS
 from streamfold.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from typing import Any
 
     from streamfold.client.control_requests import ControlRequests
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 _LISTED = Shape(posts=1, requests=512)  # one list of ids; what is asked for meanwhile goes into the next
 # A busy server takes turns between connections, and answers one request of each in its turn.
-_PIPELINED = Shape(posts=16, requests=64)
+_PIPELINED = Shape(posts=16, requests=16)
 _LEAST = 8  # in a row, rather than another connection
 _SINGLE = Shape(posts=32, requests=1)
 
@@ -54,10 +54,10 @@ class PendingAbort:
 
     Attributes:
         has_responded: whether headers were received, or never will be.
-        is_finished: whether the terminal event was received; see :meth:`finish`.
+        is_finished: whether the terminal event was received: the request runs nowhere any more.
     """
 
-    __slots__ = ("_answered", "_awaited", "_repeats", "has_responded", "is_early", "is_finished", "rid")
+    __slots__ = ("_answered", "_awaited", "has_responded", "is_early", "is_finished", "rid")
 
     def __init__(self, rid: str, *, has_tokens: bool, answered: Callable[[], object]) -> None:
         self.rid: str = rid
@@ -66,30 +66,39 @@ class PendingAbort:
         self.is_finished: bool = False
         self._answered: Callable[[], object] | None = answered
         self._awaited: set[AbortBatches] = set()
-        self._repeats: set[AbortBatches] = set()  # of those, the ones that get the abort once more
 
     def finish(self) -> None:
-        """The terminal event was received: no repeat is needed."""
+        """The terminal event was received: no further worker is posted to, and none is waited for."""
         self.is_finished = True
-        for batches in list(self._repeats):
-            self.leave(batches)
+        for batches in self._awaited:
+            batches.unawait(self)
+        self._awaited.clear()
+        self._check()
+
+    @classmethod
+    def post_all(cls, aborts: Sequence[PendingAbort], workers: Sequence[AbortBatches]) -> None:
+        """Post each of these aborts to each of these workers; none: they cannot be asked.
+
+        Each worker begins at another place. A router does not tell which worker has a request: where its stream ends
+        before all have their turn, the others are spared the post.
+        """
+        for abort in aborts:
+            abort.wait_for(workers)
+        running = [abort for abort in aborts if not abort.is_finished]
+        for place, batches in enumerate(workers):
+            start = place * len(running) // len(workers)
+            batches.add(running[start:] + running[:start])
 
     # What AbortBatches calls.
 
-    def post_to(self, workers: Collection[AbortBatches]) -> None:
-        """Post the abort to these workers; none: they cannot be asked."""
-        self._awaited = set(workers)
-        for batches in workers:
-            batches.add(self)
+    def wait_for(self, workers: Sequence[AbortBatches]) -> None:
+        """Expect an answer of each of these workers."""
+        if not self.is_finished:
+            self._awaited.update(workers)
         self._check()
-
-    def await_repeat(self, batches: AbortBatches) -> None:
-        """A worker has answered, and may get the abort once more."""
-        self._repeats.add(batches)
 
     def leave(self, batches: AbortBatches) -> None:
         """Nothing more is expected of a worker."""
-        self._repeats.discard(batches)
         self._awaited.discard(batches)
         batches.unawait(self)
         self._check()
@@ -142,12 +151,12 @@ class AbortBatches:
         self._silence = Deadline(deadlines, self._on_silence, self._look)
         self._heard_at = -math.inf
 
-    def add(self, abort: PendingAbort) -> None:
-        """Post the abort soon. It is told when the worker has answered, or is silent."""
-        if not self._awaiting:
+    def add(self, aborts: Sequence[PendingAbort]) -> None:
+        """Post the aborts soon. Each is told when the worker has answered, or is silent."""
+        if aborts and not self._awaiting:
             self._silence.set(_SILENT_SECONDS)
-        self._awaiting[abort] = self._loop.time()
-        self._enqueue(abort, is_repeat=False)
+        self._awaiting.update(dict.fromkeys(aborts, self._loop.time()))
+        self._enqueue([(abort, False) for abort in aborts])
 
     def forget(self) -> None:
         """What was found out about the worker may have changed: it may have been restarted."""
@@ -184,9 +193,9 @@ class AbortBatches:
 
     # The queue.
 
-    def _enqueue(self, abort: PendingAbort, *, is_repeat: bool) -> None:
-        self._queue.append((abort, is_repeat))
-        if self._flushing is None:
+    def _enqueue(self, entries: Sequence[tuple[PendingAbort, bool]]) -> None:
+        self._queue.extend(entries)
+        if self._queue and self._flushing is None:
             self._flushing = self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -194,10 +203,21 @@ class AbortBatches:
         shape = self._shape()
         while self._queue and self._posts < shape.posts:
             share = max(_LEAST, math.ceil(len(self._queue) / (shape.posts - self._posts)))
-            entries = [self._queue.popleft() for _ in range(min(share, shape.requests, len(self._queue)))]
+            entries = self._next(min(share, shape.requests))
+            if not entries:
+                break
             self._posts += 1
             posting = self._spawn(self._post([abort.rid for abort, _ in entries]))
             posting.add_done_callback(partial(self._on_posted, entries))  # also if it is cancelled before it begins
+
+    def _next(self, count: int) -> list[tuple[PendingAbort, bool]]:
+        """Take so many from the queue, without those that need no post any more."""
+        entries: list[tuple[PendingAbort, bool]] = []
+        while self._queue and len(entries) < count:
+            entry = self._queue.popleft()
+            if not entry[0].is_finished:
+                entries.append(entry)
+        return entries
 
     def _shape(self) -> Shape:
         if self._is_single:
@@ -212,8 +232,9 @@ class AbortBatches:
         count = len(entries) if is_broken else posting.result()
         early = []
         for abort, is_repeat in entries[:count]:
-            if abort.is_early and not (is_repeat or abort.is_finished or is_broken):
-                abort.await_repeat(self)
+            if abort.is_finished:
+                continue
+            if abort.is_early and not (is_repeat or is_broken):
                 early.append(abort)
             else:
                 abort.leave(self)
@@ -232,14 +253,11 @@ class AbortBatches:
     def _repeat(self, early: Sequence[PendingAbort], until: float) -> None:
         """An engine ignores an abort that arrives before its request: post it again where that may have been so."""
         is_late = self._loop.time() >= until
-        waiting = []
+        waiting, due = [], []
         for abort in early:
-            if abort.is_finished:
-                continue
-            if abort.has_responded or is_late:
-                self._enqueue(abort, is_repeat=True)
-            else:
-                waiting.append(abort)
+            if not abort.is_finished:
+                (due if abort.has_responded or is_late else waiting).append(abort)
+        self._enqueue([(abort, True) for abort in due])
         if waiting:
             self._loop.call_later(REPEAT_SECONDS, self._repeat, waiting, until)
         else:

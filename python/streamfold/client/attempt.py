@@ -319,10 +319,10 @@ class Attempt(Progress):
 
     def _on_finished(self, _: None) -> None:
         self._is_finished = True
-        if self._pending is not None:
-            self._pending.finish()
-            self._control.abort_event_at = asyncio.get_running_loop().time()
         self._on(Event.FINISHED)
+        if self._pending is not None:
+            self._control.abort_event_at = asyncio.get_running_loop().time()
+            self._pending.finish()
 
     def _on_overrun(self, _: None) -> None:
         self._on(Event.OVERRUN)

@@ -194,8 +194,7 @@ class EngineControl:
         aborts, self._unassigned = self._unassigned, []
         is_known = not (finding.cancelled() or finding.exception())  # otherwise the event loop is torn down
         batches = [self._batches_of(worker) for worker in finding.result()] if is_known else []
-        for abort in aborts:
-            abort.post_to(batches)
+        PendingAbort.post_all(aborts, batches)
 
     def _batches_of(self, worker: str) -> AbortBatches:
         if worker not in self._batches:
