@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benches.clients.product import Product
 
 Figures = dict[str, Any]
-Kind = Literal["stream", "lag", "abort", "blocked", "start", "memory"]
+Kind = Literal["stream", "sweeps", "lag", "abort", "blocked", "start", "memory"]
 
 BLOCKED: Final = 5.0  # seconds
 _WARM: Final = "f" * 32
@@ -111,6 +111,32 @@ async def stream(client: StreamClient, job: Job) -> Figures:
     figures |= {"finish_p99": float(np.percentile(after, 99)), "digest": _digest(readings, job)}
     figures["server_cpu"] = counted["cpu"] - server_cpu
     return figures | {f"server_{name}": counted[name] for name in ("events", "late", "latest")}
+
+
+async def sweeps(client: Product, job: Job) -> Figures:
+    """As :func:`stream`, and how long the reactor's sweeps take, each with what it reports; by the clock and of CPU."""
+    from streamfold.client.drivers.loop_reactor import LoopReactor  # noqa: PLC0415  # not on every system
+
+    took: list[float] = []
+    used: list[float] = []
+
+    def timed(sweep: Callable[[LoopReactor], None]) -> Callable[[LoopReactor], None]:
+        def run(reactor: LoopReactor) -> None:
+            began, cpu = time.perf_counter(), time.thread_time()
+            sweep(reactor)
+            took.append(time.perf_counter() - began)
+            used.append(time.thread_time() - cpu)
+
+        return run
+
+    with contextlib.ExitStack() as undo:
+        for name in ("_sweep", "_sweep_urgent"):
+            undo.callback(setattr, LoopReactor, name, getattr(LoopReactor, name))
+            setattr(LoopReactor, name, timed(getattr(LoopReactor, name)))
+        await client.client.aclose()  # the next one's reactor calls the timed sweeps
+        async with make(job.client, job.target) as timed_client:
+            figures = await stream(timed_client, job)
+    return figures | {"sweep_p99": float(np.percentile(took, 99)), "longest_sweep": max(took), "sweep_cpu": max(used)}
 
 
 async def lag(client: StreamClient, job: Job) -> Figures:
@@ -218,6 +244,7 @@ async def memory(client: StreamClient, job: Job) -> Figures:
 
 KINDS: Final[dict[Kind, Callable[[Any, Job], Coroutine[Any, Any, Figures]]]] = {
     "stream": stream,
+    "sweeps": sweeps,
     "lag": lag,
     "abort": abort,
     "blocked": blocked,
