@@ -253,7 +253,8 @@ class AbortBatches:
     def _repeat(self, early: Sequence[PendingAbort], until: float) -> None:
         """An engine ignores an abort that arrives before its request: post it again where that may have been so."""
         is_late = self._loop.time() >= until
-        waiting, due = [], []
+        waiting: list[PendingAbort] = []
+        due: list[PendingAbort] = []
         for abort in early:
             if not abort.is_finished:
                 (due if abort.has_responded or is_late else waiting).append(abort)
