@@ -9,9 +9,10 @@ import inspect
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client.limits import Slots
+from streamfold.rollout.user_code import UserCode, exit_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Rewards", "as_number", "check_reward"]
 
 _logger = logging.getLogger("streamfold")
+
+_WHAT: Final = "the reward function"
+# A future does not accept the first, and the others would end who awaits it.
+_NO_RESULTS: Final = (StopIteration, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 class Rewards:
@@ -43,9 +48,15 @@ class Rewards:
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     async def compute(self, judged: Any) -> Any:  # noqa: ANN401  # a sample, or a list of them with a list of rewards
-        """The result of the function for a sample or a list of samples. Raises what the function raises."""
-        made = self._function(judged) if self._is_async else await self._run_in_thread(judged)
-        return await made if inspect.isawaitable(made) else made
+        """The result of the function for a sample or a list of samples.
+
+        Raises:
+            RuntimeError: the function raised ``SystemExit``, or another exception that ends an event loop or a task.
+            Exception: anything else that the function raised.
+        """
+        with UserCode(_WHAT, self._function):
+            made = self._function(judged) if self._is_async else await self._run_in_thread(judged)
+            return await made if inspect.isawaitable(made) else made
 
     def warn_if_running(self) -> None:
         """Log how many threads are still running whose callers were cancelled."""
@@ -67,9 +78,9 @@ class Rewards:
             error: BaseException | None = None
             try:
                 made = context.run(self._function, judged)
-            except StopIteration as stop:  # a future does not accept it
-                error = RuntimeError("the reward function raised StopIteration")
-                error.__cause__ = stop
+            except _NO_RESULTS as failure:
+                error = exit_error(_WHAT, self._function, failure)
+                error.__cause__ = failure
             except BaseException as failure:  # noqa: BLE001  # raised where the result is awaited
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
