@@ -283,7 +283,10 @@ def command(
                 return job.run()
 
             with output(verbose=verbose, quiet=quiet):
-                interrupted = asyncio.run(show(job, start, quiet=quiet))
+                try:
+                    interrupted = asyncio.run(show(job, start, quiet=quiet))
+                except KeyboardInterrupt:  # of a reward function: signals cancel a task instead
+                    interrupted = True
             if timeline is not None:
                 timeline.close()
     except (OSError, ValueError, EngineError) as error:  # EngineError: with auto, the engine could not be found out

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
@@ -11,8 +12,10 @@ import typer
 from streamfold.cli.completing import complete_all
 from streamfold.cli.console import cancel_on_signals, console, errors, print_json
 from streamfold.client._internal import totals_of
+from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import RolloutStats
 from streamfold.rollout.progress import ProgressView, RunState
+from streamfold.rollout.rewards import RewardError
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
@@ -30,6 +33,27 @@ __all__ = ["RolloutJob", "report", "show"]
 _SHOWN_FAILURES: Final = 10
 
 
+@dataclass
+class Failure:
+    """What ended samples in one way.
+
+    Attributes:
+        message: of the first one.
+        first: the index of that sample.
+        count: how many there were.
+        differ: whether another one had another message.
+    """
+
+    message: str
+    first: int | None
+    count: int = 0
+    differ: bool = False
+
+    def __str__(self) -> str:
+        example = f", such as sample {self.first}" if self.differ else ""
+        return f"{self.count} failed{example}: {self.message}"
+
+
 class RolloutJob:
     """Completes the samples of a plan that the journal lacks, and writes each of them when it ends.
 
@@ -38,7 +62,7 @@ class RolloutJob:
         plan: all samples.
         journal: those of the output file.
         stats: counts of this run.
-        failures: how often each error ended a sample.
+        failures: what ended samples, by kind.
     """
 
     def __init__(
@@ -48,7 +72,7 @@ class RolloutJob:
         self.plan = plan
         self.journal = journal
         self.stats: RolloutStats = RolloutStats()
-        self.failures: Counter[str] = Counter()
+        self.failures: dict[str, Failure] = {}
         self._config = config
         self._reward = reward
 
@@ -66,13 +90,19 @@ class RolloutJob:
     def _end(self, sample: Sample, error: BaseException | None) -> None:
         """Count a sample and write it to the journal."""
         if error is not None:
-            self.failures[f"{type(error).__name__}: {error}"] += 1
+            self._count(sample, f"{type(error).__name__}: {error}", _kind_of(error))
         if not (sample.response_length or is_finished(sample)):
             return
         try:
             self.journal.write(sample)
         except TypeError as failure:  # a reward function may set anything
-            self.failures[f"a sample cannot be written as JSON: {failure}"] += 1
+            self._count(sample, f"a sample cannot be written as JSON: {failure}")
+
+    def _count(self, sample: Sample, message: str, kind: str | None = None) -> None:
+        """Count a failure, with others of its kind; None: with those of the same message."""
+        failure = self.failures.setdefault(kind or message, Failure(message, sample.index))
+        failure.count += 1
+        failure.differ |= message != failure.message
 
     def look(self) -> RunState:
         """What has been done so far, calls that run included."""
@@ -82,7 +112,7 @@ class RolloutJob:
             in_flight=calls.calls,
             tokens=self.stats.received,
             calls=calls,
-            counts={"aborted": self.stats.aborted, "failed": self.failures.total()},
+            counts={"aborted": self.stats.aborted, "failed": sum(failure.count for failure in self.failures.values())},
         )
 
     def summary(self, out: Path, *, interrupted: bool, seconds: float) -> dict[str, Any]:
@@ -96,7 +126,7 @@ class RolloutJob:
             "partial": len(self.journal.partial) - unjudged,
             "without_reward": unjudged,
             "interrupted": interrupted,
-            "failures": dict(self.failures),
+            "failures": {failure.message: failure.count for failure in self.failures.values()},
             "tokens": self.stats.tokens,
             "dropped_tokens": self.stats.lost,
             "retries": self.client.retried,
@@ -110,8 +140,22 @@ class RolloutJob:
         return sum(is_finished(sample) for sample in self.journal.partial.values())
 
 
+def _kind_of(error: BaseException) -> str:
+    """The same for errors that differ by the sample alone: its number, its reward, its tokens and offsets."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RewardError):
+        return error.kind
+    if isinstance(error, StreamfoldError):
+        return f"{getattr(error, 'status', None)} {re.sub(r'[0-9]+', '0', text)}"
+    return text
+
+
 async def show(job: RolloutJob, start: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool) -> bool:
-    """Run ``start()`` and show its progress; returns whether a signal interrupted it."""
+    """Run ``start()`` and show its progress; returns whether a signal interrupted it.
+
+    Raises:
+        KeyboardInterrupt: a reward function raised one. What was received has been written.
+    """
     view = ProgressView("rollout", "samples", len(job.plan), job.look, console=errors, is_shown=not quiet)
     async with job.client:
         with view:
@@ -142,8 +186,11 @@ def _print_report(job: RolloutJob, out: Path, missing: int) -> None:
             "--prompt-token-ids or --tokenizer), or they ended in the middle of a stop string"
         )
     console.print(f"{len(journal.finished)} of {total} samples are in {out}")
-    for message, count in job.failures.most_common(_SHOWN_FAILURES):
-        errors.print(f"{count} failed: {message}", style="red")
+    failures = sorted(job.failures.values(), key=lambda failure: -failure.count)
+    for failure in failures[:_SHOWN_FAILURES]:
+        errors.print(str(failure), style="red")
+    if others := sum(failure.count for failure in failures[_SHOWN_FAILURES:]):
+        errors.print(f"{others} failed in {len(failures) - _SHOWN_FAILURES} other ways: --json names all", style="red")
     if missing:
         unjudged = job.unjudged
         lacking = f", {unjudged} of them finished without a reward" if unjudged else ""

@@ -19,13 +19,25 @@ if TYPE_CHECKING:
 
     from streamfold.samples.sample import Sample
 
-__all__ = ["Rewards", "as_number", "check_reward"]
+__all__ = ["RewardError", "Rewards", "as_number", "check_reward"]
 
 _logger = logging.getLogger("streamfold")
 
 _WHAT: Final = "the reward function"
 # A future does not accept the first, and the others would end who awaits it.
 _NO_RESULTS: Final = (StopIteration, SystemExit, GeneratorExit, asyncio.CancelledError)
+
+
+class RewardError(ValueError):
+    """A reward that cannot be trained on. The message names the sample.
+
+    Attributes:
+        kind: what is wrong, in the same words for every sample.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)  # the kind is no argument, so that str() and pickle do as for any error
+        self.kind = kind
 
 
 class Rewards:
@@ -117,21 +129,24 @@ def check_reward(sample: Sample, reward: object, key: str | None = None) -> None
         key: of the number in a dict that is trained on; None: not known.
 
     Raises:
-        ValueError: it is anything else; the message names the sample and what is wrong.
+        RewardError: it is anything else; the message names the sample and what is wrong.
     """
     if isinstance(reward, dict):
         numbers = {name: value for name, value in reward.items() if as_number(value) is not None}
         if key is not None:
             numbers[key] = reward.get(key)
         if not numbers:
-            raise ValueError(f"the reward of sample {sample.index} is {reward!r}: no value of this dict is a number")
+            message = f"the reward of sample {sample.index} is {reward!r}: no value of this dict is a number"
+            raise RewardError(message, "a dict without a number")
     else:
         numbers = {None: reward}
     for name, value in numbers.items():
         number = as_number(value)
         if number is None or not math.isfinite(number):
             which = "" if name is None else f"[{name!r}]"
-            raise ValueError(f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number")
+            what = type(value).__name__ if number is None else "nan" if math.isnan(number) else "inf"
+            message = f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number"
+            raise RewardError(message, f"the reward{which} is {what}")
 
 
 def as_number(value: object) -> float | None:
