@@ -153,6 +153,22 @@ def test_what_is_no_row_of_token_ids_is_refused(ids: Any) -> None:
         token_array(ids)
 
 
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([*range(50), -1], "found -1 at index 50$"),
+        (np.array([0, 2**31]), "found 2147483648 at index 1$"),
+        ([*range(50), 2.5], "where index 50 is 2.5$"),
+        ((*range(50), "a"), "where index 50 is 'a'$"),
+        ([*range(50), None], "where index 50 is None$"),
+        ([*range(50), 2**70], "where index 50 is 1180591620717411303424$"),
+    ],
+)
+def test_the_message_says_which_value_of_a_long_prompt_is_no_token_id(ids: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^input_ids must .*{words}"):
+        token_array(ids)
+
+
 # Addresses.
 
 

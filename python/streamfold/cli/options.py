@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from streamfold._types import Tokenizer
-    from streamfold.cli.journal import Encode
+    from streamfold.cli.prompts import Encode
     from streamfold.rollout.callbacks import RewardFunction
 
 __all__ = [
