@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,12 +13,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
-    from pathlib import Path
     from types import ModuleType
 
 __all__ = [
     "cancel_on_signals",
-    "check_out",
     "console",
     "errors",
     "fail",
@@ -51,19 +48,6 @@ def cancel_on_signals(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, task.cancel)
     return task
-
-
-def check_out(path: Path) -> None:
-    """Check that a file can be written at ``path``, before there is anything to write.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--out {path}: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"--out {path} cannot be written")
 
 
 def import_loopback() -> ModuleType:

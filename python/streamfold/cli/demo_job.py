@@ -333,6 +333,15 @@ def _differences(sample: Sample, expected: Reply) -> Iterator[bool]:
         yield expected.finish is None or _FINISH_REASONS[sample.status] != expected.finish["type"]
 
 
+def is_demo_line(line: bytes) -> bool:
+    """Whether :func:`write` has written this line."""
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(fields, dict) and fields.keys() >= {"group_index", "token_ids", "calls", "equal"}
+
+
 def write(outcomes: Sequence[Outcome], path: Path) -> None:
     """Write the finished samples, one JSON object per line."""
     with path.open("wb") as file:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from streamfold.cli.console import fail
+from streamfold.cli.files import check_different
 from streamfold.cli.journal import Journal, Plan
 from streamfold.cli.options import (
     EXPERTS_HELP,
@@ -184,7 +185,11 @@ def command(
     ] = 6,
     trace: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="File for a trace of all calls, which ui.perfetto.dev opens. Default: none."),
+        typer.Option(
+            dir_okay=False,
+            help="File for a trace of all calls, which ui.perfetto.dev opens. A trace that is there is replaced, any "
+            "other file is not. Default: none.",
+        ),
     ] = None,
     timeout_connect: Annotated[
         str | None, typer.Option(metavar=_SECONDS, help="To open a connection. Default: 10.", rich_help_panel=_REQUESTS)
@@ -239,14 +244,13 @@ def command(
     }
     started_at = time.monotonic()
     try:
+        _check_files(prompts, out, trace)
         decoder, encode, stop_ids = tokenizer_option(tokenizer)
         params = _sampling_params(params_option(sampling_params), overrides)
         plan = Plan(prompts, params, n=n_samples_per_prompt, seed=seed, encode=encode)
         shape = experts_option(experts)
         judge = reward_option(reward)
         _check_prompts(plan, engine, shape)
-        if trace is not None and trace.resolve() in (prompts.resolve(), out.resolve()):
-            raise ValueError(f"--trace writes a file of its own, but {trace} is that of --prompts or --out")
         timeline = None if trace is None else Trace(trace)
         client = Client(
             url,
@@ -293,6 +297,18 @@ def command(
         fail(str(error))
     with output(quiet=quiet):
         report(job, out, interrupted=interrupted, seconds=time.monotonic() - started_at, as_json=as_json)
+
+
+def _check_files(prompts: Path, out: Path, trace: Path | None) -> None:
+    """Check that no file is two of these, before any is read or written.
+
+    Raises:
+        ValueError: one is.
+    """
+    read = None if str(prompts) == "-" else prompts
+    check_different(prompts=read, out=out, trace=trace)
+    rewritten = out.with_name(f"{out.name}.new")  # while lines are removed from the samples
+    check_different(prompts=read, out=rewritten, trace=trace)
 
 
 def _sampling_params(params: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from streamfold.cli.console import console, fail, print_json
+from streamfold.cli.files import check_different, check_replaced, is_png
 from streamfold.cli.printing import AsJson, Quiet  # noqa: TC001  # typer reads the annotations
 from streamfold.cli.waterfall import Waterfall, draw, read_trace
 
@@ -18,7 +19,9 @@ def command(
     file: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, help="Trace of streamfold rollout --trace, or of a Trace.")
     ],
-    png: Annotated[Path, typer.Option(dir_okay=False, help="File for the picture.")],
+    png: Annotated[
+        Path, typer.Option(dir_okay=False, help="File for the picture; a PNG that is there is replaced, no other file.")
+    ],
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -27,6 +30,8 @@ def command(
     The file itself opens at https://ui.perfetto.dev. Needs the extra plot.
     """
     try:
+        check_different(file=file, png=png)
+        check_replaced("--png", png, "a PNG", is_png)
         waterfall = Waterfall.of(read_trace(file))
         draw(waterfall, png)
     except (ImportError, OSError, ValueError) as error:
