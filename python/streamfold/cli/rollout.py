@@ -149,7 +149,8 @@ def command(
         str | None,
         typer.Option(
             help="Name or folder of a transformers tokenizer. It encodes prompts without input_ids, texts and chat "
-            "messages. Default: the engine encodes them."
+            "messages, and decodes resumed responses as a whole: without it a character that an interruption split "
+            "may be damaged in their text. Default: the engine encodes and decodes."
         ),
     ] = None,
     prompt_token_ids: Annotated[
@@ -231,6 +232,8 @@ def command(
     Rerun the same command to resume after an interruption. Finished samples are
     kept. Partial ones are resumed from their tokens, or restarted if the token
     ids of their prompt are unknown. Ctrl-C, SIGTERM and SIGHUP save what was received.
+    Tokens and log-probabilities of a resumed sample are exact; its text is too with
+    --tokenizer, otherwise the sample's metadata has streamfold_text_joined.
 
     Exits with 0 if all samples are finished, with 130 after one of these signals,
     otherwise with 1.

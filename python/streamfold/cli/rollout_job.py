@@ -16,6 +16,7 @@ from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import RolloutStats
 from streamfold.rollout.progress import ProgressView, RunState
 from streamfold.rollout.rewards import RewardError
+from streamfold.samples.metadata import TurnState
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class RolloutJob:
         journal: those of the output file.
         stats: counts of this run.
         failures: what ended samples, by kind.
+        joined: samples of this run whose text was joined from several calls without a tokenizer.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RolloutJob:
         self.journal = journal
         self.stats: RolloutStats = RolloutStats()
         self.failures: dict[str, Failure] = {}
+        self.joined = 0
         self._config = config
         self._reward = reward
 
@@ -93,6 +96,7 @@ class RolloutJob:
             self._count(sample, f"{type(error).__name__}: {error}", _kind_of(error))
         if not (sample.response_length or is_finished(sample)):
             return
+        self.joined += TurnState.of(sample).text_joined
         try:
             self.journal.write(sample)
         except TypeError as failure:  # a reward function may set anything
@@ -129,6 +133,7 @@ class RolloutJob:
             "failures": {failure.message: failure.count for failure in self.failures.values()},
             "tokens": self.stats.tokens,
             "dropped_tokens": self.stats.lost,
+            "text_joined": self.joined,
             "retries": self.client.retried,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(self.stats.tokens / seconds, 1) if seconds else 0.0,
@@ -184,6 +189,12 @@ def _print_report(job: RolloutJob, out: Path, missing: int) -> None:
         errors.print(
             f"{job.stats.lost} tokens were dropped and generated again: their prompts have no ids (use "
             "--prompt-token-ids or --tokenizer), or they ended in the middle of a stop string"
+        )
+    if job.joined:
+        errors.print(
+            f"the text of {job.joined} samples was joined from several calls: a character that a cut split may be "
+            "damaged in it, while tokens and log-probabilities are exact. Their metadata has streamfold_text_joined; "
+            "with the model's --tokenizer the text is exact too"
         )
     console.print(f"{len(journal.finished)} of {total} samples are in {out}")
     failures = sorted(job.failures.values(), key=lambda failure: -failure.count)
