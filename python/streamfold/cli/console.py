@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +22,7 @@ __all__ = [
     "console",
     "errors",
     "fail",
+    "give_up_stdout",
     "import_loopback",
     "print_json",
     "progress_bar",
@@ -61,8 +64,16 @@ def import_loopback() -> ModuleType:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object in one line of ASCII; arrays of numpy become lists."""
-    sys.stdout.write(f"{json.dumps(value, default=lambda array: array.tolist())}\n")
-    sys.stdout.flush()
+    line = json.dumps(value, default=lambda array: array.tolist())
+    print(line, flush=True)  # to nowhere, if standard output was closed before the process began
+
+
+def give_up_stdout() -> None:
+    """Write what is left for standard output, which cannot be written, to nowhere, when the process ends."""
+    with contextlib.suppress(OSError, ValueError):  # it is no file: a test's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def fail(message: str) -> NoReturn:

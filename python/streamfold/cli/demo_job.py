@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import orjson
 
+from streamfold.cli.prompts import numbered_lines
 from streamfold.client.client import Client
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.groups import count_tokens, prompt_groups, samples_of, sort_key
@@ -172,10 +173,11 @@ def read_prompts(path: Path | None = None) -> list[str]:
         ValueError: a line is anything else, or there is no line; the message names the line.
     """
     source = importlib.resources.files("streamfold") / "prompts.jsonl" if path is None else path
-    lines = source.read_bytes().splitlines()
+    with source.open("rb") as file:
+        lines = list(numbered_lines(file))
     if not lines:
         raise ValueError(f'{source} is empty: it must have lines like {{"prompt": "..."}}')
-    return [_prompt(line, f"{source}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [_prompt(line, f"{source}, line {number}") for number, line in lines]
 
 
 def _prompt(line: bytes, place: str) -> str:

@@ -13,12 +13,13 @@ import os
 import sys
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 import numpy as np
 import orjson
 
-from streamfold.cli.prompts import read_prompt
+from streamfold.cli.prompts import numbered_lines, read_prompt
+from streamfold.engines.base import check_finite
 from streamfold.rollout.atomic_file import save_error
 from streamfold.samples.metadata import rename_old_keys
 from streamfold.samples.sample import Sample
@@ -83,13 +84,14 @@ class Plan:
         is_stdin = str(path) == "-"
         name = "standard input" if is_stdin else str(path)
         # not as text: Python would also split lines at U+2028 and others
-        with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else path.open("rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
+        with _standard_input() if is_stdin else path.open("rb") as file:
+            lines = list(numbered_lines(file))
         if not lines:
             raise ValueError(f"{name} holds no prompt")
         self._prompts = [read_prompt(line, f"{name}, line {number}", encode) for number, line in lines]
         try:
-            self._params = orjson.loads(orjson.dumps(sampling_params))  # in the form in which they will be read again
+            # in the form in which they will be read again
+            self._params = orjson.loads(orjson.dumps(check_finite(sampling_params)))
             orjson.dumps([seed, (seed or 0) + len(self)])
         except TypeError as error:
             raise ValueError(f"the sampling parameters cannot be sent: {error}") from None
@@ -114,6 +116,12 @@ class Plan:
     def texts(self) -> int:
         """Number of prompts without ids."""
         return sum(not prompt.tokens for prompt in self._prompts)
+
+
+def _standard_input() -> contextlib.AbstractContextManager[BinaryIO]:
+    if sys.stdin is None:  # it was closed before the process began
+        raise ValueError("--prompts -: standard input is closed")
+    return contextlib.nullcontext(sys.stdin.buffer)
 
 
 class Journal:

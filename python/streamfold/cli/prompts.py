@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 import orjson
@@ -11,7 +12,7 @@ from streamfold.engines.token_ids import LARGEST_TOKEN, first_invalid
 from streamfold.samples.metadata import OWN_KEYS
 from streamfold.samples.sample import Sample
 
-__all__ = ["Encode", "read_prompt"]
+__all__ = ["Encode", "numbered_lines", "read_prompt"]
 
 Encode: TypeAlias = Callable[[str | list[dict[str, Any]]], list[int]]
 """Turns a text, or the messages of a chat, into the ids of a prompt."""
@@ -19,6 +20,14 @@ Encode: TypeAlias = Callable[[str | list[dict[str, Any]]], list[int]]
 _SHOWN_CHARACTERS: Final = 60  # of a value that is refused
 # Keys of metadata that the rollout, its journal and completing a sample set.
 _RESERVED: Final = OWN_KEYS | {"sampling_params", "arrays"}
+
+
+def numbered_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers from 1; without a byte order mark at its start."""
+    for number, line in enumerate(file, start=1):
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if text.strip():
+            yield number, text
 
 
 def read_prompt(line: bytes, location: str, encode: Encode | None) -> Sample:
@@ -45,6 +54,10 @@ def read_prompt(line: bytes, location: str, encode: Encode | None) -> Sample:
     metadata = {**metadata, **fields}
     if reserved := sorted(_RESERVED & metadata.keys()):
         raise ValueError(f"{location}: {', '.join(reserved)} is set by the rollout itself: use another name")
+    try:
+        orjson.dumps([{"metadata": metadata, "label": label, "prompt": prompt}])  # as the samples hold them
+    except TypeError:  # the parser takes more levels than the writer
+        raise ValueError(f"{location}: it is nested too deep to be written with its samples") from None
     return Sample(prompt=prompt or "", tokens=ids, multimodal_inputs=images, label=label, metadata=metadata)
 
 

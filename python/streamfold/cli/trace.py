@@ -11,6 +11,7 @@ from streamfold.cli.console import console, fail, print_json
 from streamfold.cli.files import check_different, check_replaced, is_png
 from streamfold.cli.printing import AsJson, Quiet  # noqa: TC001  # typer reads the annotations
 from streamfold.cli.waterfall import Waterfall, draw, read_trace
+from streamfold.rollout.atomic_file import save_error
 
 __all__ = ["command"]
 
@@ -33,9 +34,14 @@ def command(
         check_different(file=file, png=png)
         check_replaced("--png", png, "a PNG", is_png)
         waterfall = Waterfall.of(read_trace(file))
-        draw(waterfall, png)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         fail(str(error))
+    try:
+        draw(waterfall, png)
+    except ImportError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{png} cannot be written: {save_error(error, png)}")
     if as_json:
         print_json({"rows": len(waterfall.rows), "png": str(png)})
     elif not quiet:
