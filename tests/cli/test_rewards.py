@@ -40,6 +40,18 @@ async def leaves_later(sample):
 class Closes:
     def __call__(self, sample): raise GeneratorExit
 closes = Closes()
+class Mute(Exception):
+    def __str__(self): raise LookupError
+def mute(sample): raise Mute
+def sets(name, value, reward=1.0):
+    def reward_function(sample):
+        setattr(sample, name, value)
+        return reward
+    return reward_function
+metadata_of_none, list_as_metadata = sets("metadata", None), sets("metadata", [])
+index_of_none, other_index, other_group = sets("index", None), sets("index", 99), sets("group_index", "x")
+mute_label, surrogate = sets("label", Mute()), sets("label", chr(0xD800))
+text_as_status = sets("status", "x")
 def interrupts(sample):
     if sample.index == 3: raise KeyboardInterrupt
     return 1.0
@@ -198,3 +210,48 @@ def test_a_keyboard_interrupt_of_a_reward_function_is_ctrl_c_and_all_that_has_co
     assert "rerun the same command" in done.stdout
     assert [lines[index]["reward"] for index in range(3)] == [1.0] * 3
     assert lines[3]["reward"] is None
+
+
+def test_an_error_without_a_text_is_counted_by_its_type(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:mute", "-v")
+    assert (done.exit_code, len(lines)) == (1, 4)
+    assert "4 failed: Mute, whose text raised LookupError" in done.stderr
+
+
+@pytest.mark.parametrize("function", ["huge", "metadata_of_none", "list_as_metadata", "mute_label", "surrogate"])
+def test_a_sample_that_a_reward_function_has_spoiled_is_written_without_what_it_has_set(
+    function: str, rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")
+        assert done.exit_code == 1
+        assert "4 failed: a sample cannot be written as JSON" in done.stderr
+        assert {index: (line["reward"], line["label"]) for index, line in lines.items()} == {
+            index: (None, index) for index in range(4)
+        }
+        assert all(line["status"] in ("completed", "truncated") for line in lines.values())
+        done, again = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:length")
+        assert done.exit_code == 0, done.output
+        assert engine.stats().requests == 4, "nothing was generated again"
+    assert [again[index]["tokens"] for index in range(4)] == [lines[index]["tokens"] for index in range(4)]
+
+
+@pytest.mark.parametrize("function", ["index_of_none", "other_index", "other_group"])
+def test_a_sample_keeps_its_place_whatever_index_a_reward_function_sets(
+    function: str, rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")
+        assert done.exit_code == 0, done.output
+        assert [lines[index]["prompt"] for index in range(4)] == ["a0", "a1", "a2", "a3"]
+        assert rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")[0].exit_code == 0
+        assert engine.stats().requests == 4
+
+
+def test_a_sample_that_cannot_be_written_at_all_ends_no_run(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:text_as_status")
+    assert (done.exit_code, lines) == (1, {})
+    assert "failed: " in done.stderr
+    assert "Traceback" not in done.stderr

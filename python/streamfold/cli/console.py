@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cancel_on_signals",
     "console",
+    "error_text",
     "errors",
     "fail",
     "give_up_stdout",
@@ -66,6 +67,14 @@ def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object in one line of ASCII; arrays of numpy become lists."""
     line = json.dumps(value, default=lambda array: array.tolist())
     print(line, flush=True)  # to nowhere, if standard output was closed before the process began
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of an error of anybody's code, whose message may be an error itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:  # noqa: BLE001  # as above
+        return f"{type(error).__name__}, whose text raised {type(failure).__name__}"
 
 
 def give_up_stdout() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from streamfold.cli.completing import complete_all
-from streamfold.cli.console import cancel_on_signals, console, errors, print_json
+from streamfold.cli.console import cancel_on_signals, console, error_text, errors, print_json
 from streamfold.client._internal import totals_of
 from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import RolloutStats
@@ -76,6 +76,7 @@ class RolloutJob:
         self.stats: RolloutStats = RolloutStats()
         self.failures: dict[str, Failure] = {}
         self.joined = 0
+        self._started: dict[int, int] = {}  # the indices of samples that have not ended
         self._config = config
         self._reward = reward
 
@@ -88,23 +89,40 @@ class RolloutJob:
     def _missing(self) -> Iterator[Sample]:
         for index in range(len(self.plan)):
             if index not in self.journal.finished:
-                yield self.journal.partial.get(index) or self.plan[index]
+                sample = self.journal.partial.get(index) or self.plan[index]
+                self._started[id(sample)] = index  # which a reward function may change in the sample
+                yield sample
 
     def _end(self, sample: Sample, error: BaseException | None) -> None:
         """Count a sample and write it to the journal."""
+        index = self._started.pop(id(sample))
         if error is not None:
-            self._count(sample, f"{type(error).__name__}: {error}", _kind_of(error))
+            self._count(index, error_text(error), _kind_of(error))
         if not (sample.response_length or is_finished(sample)):
             return
-        self.joined += TurnState.of(sample).text_joined
+        is_joined = isinstance(sample.metadata, dict) and TurnState.of(sample).text_joined
+        self.joined += is_joined
+        sample.index, sample.group_index = index, self.plan[index].group_index
+        if not self._write(sample, index):  # a reward function may set anything: without what it has set
+            planned = self.plan[index]
+            sample.reward, sample.label, sample.metadata = None, planned.label, planned.metadata
+            self._write(sample, index)
+
+    def _write(self, sample: Sample, index: int) -> bool:
+        """Write a sample to the journal; False if it is none that JSON can hold, which is counted as a failure once."""
         try:
             self.journal.write(sample)
-        except TypeError as failure:  # a reward function may set anything
-            self._count(sample, f"a sample cannot be written as JSON: {failure}")
+        except OSError:
+            raise  # of the file
+        except Exception as error:  # noqa: BLE001  # of whatever stands in the fields
+            reason = error if isinstance(error, TypeError) else error_text(error)
+            self._count(index, f"a sample cannot be written as JSON: {reason}")
+            return False
+        return True
 
-    def _count(self, sample: Sample, message: str, kind: str | None = None) -> None:
+    def _count(self, index: int, message: str, kind: str | None = None) -> None:
         """Count a failure, with others of its kind; None: with those of the same message."""
-        failure = self.failures.setdefault(kind or message, Failure(message, sample.index))
+        failure = self.failures.setdefault(kind or message, Failure(message, index))
         failure.count += 1
         failure.differ |= message != failure.message
 
@@ -147,7 +165,7 @@ class RolloutJob:
 
 def _kind_of(error: BaseException) -> str:
     """The same for errors that differ by the sample alone: its number, its reward, its tokens and offsets."""
-    text = f"{type(error).__name__}: {error}"
+    text = error_text(error)
     if isinstance(error, RewardError):
         return error.kind
     if isinstance(error, StreamfoldError):
