@@ -75,7 +75,7 @@ class RolloutJob:
         self.journal = journal
         self.stats: RolloutStats = RolloutStats()
         self.failures: dict[str, Failure] = {}
-        self.joined = 0
+        self.joined: int = 0
         self._started: dict[int, int] = {}  # the indices of samples that have not ended
         self._config = config
         self._reward = reward

@@ -141,12 +141,21 @@ def check_reward(sample: Sample, reward: object, key: str | None = None) -> None
     else:
         numbers = {None: reward}
     for name, value in numbers.items():
-        number = as_number(value)
-        if number is None or not math.isfinite(number):
+        what = _flaw_of(value)
+        if what is not None:
             which = "" if name is None else f"[{name!r}]"
-            what = type(value).__name__ if number is None else "nan" if math.isnan(number) else "inf"
             message = f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number"
             raise RewardError(message, f"the reward{which} is {what}")
+
+
+def _flaw_of(value: object) -> str | None:
+    """What a value is that is no finite number: NaN, infinite or of another type; None: it is one."""
+    number = as_number(value)
+    if number is None:
+        return type(value).__name__
+    if math.isfinite(number):
+        return None
+    return "nan" if math.isnan(number) else "inf"
 
 
 def as_number(value: object) -> float | None:
