@@ -226,7 +226,20 @@ async def turn(input: Any, *, max_new_tokens: int | None = None) -> TrainerSampl
 
 
 def append_observation(args: Args, sample: TrainerSample, token_ids: TokenIds, text: str | None = None) -> bool:
-    """Append a tool's answer to miles's sample; see :func:`streamfold.append_observation`."""
+    """Append a tool's answer to miles's sample, as :func:`streamfold.append_observation` does.
+
+    Args:
+        args: the trainer's options, for the sample's own method.
+        sample: of any status but FAILED; it becomes PENDING.
+        token_ids: ``[n]``, as the model is to read them, with the chat template's tokens around the answer.
+        text: of these tokens; None: the text of the response stays as it is.
+
+    Returns:
+        Whether it was appended; False: no token could be generated behind it, and the sample is TRUNCATED.
+
+    Raises:
+        ValueError: there are no ids, one is no id, or the lengths of the sample disagree. The sample is unchanged.
+    """
     return observation.append_observation(sample, token_ids, text, args=args)
 
 

@@ -149,7 +149,20 @@ async def turn(
 
 
 def append_observation(args: Args, sample: TrainerSample, token_ids: TokenIds, text: str | None = None) -> bool:
-    """Append a tool's answer to slime's sample; see :func:`streamfold.append_observation`."""
+    """Append a tool's answer to slime's sample, as :func:`streamfold.append_observation` does.
+
+    Args:
+        args: the trainer's options, for the sample's own method.
+        sample: of any status but FAILED; it becomes PENDING.
+        token_ids: ``[n]``, as the model is to read them, with the chat template's tokens around the answer.
+        text: of these tokens; None: the text of the response stays as it is.
+
+    Returns:
+        Whether it was appended; False: no token could be generated behind it, and the sample is TRUNCATED.
+
+    Raises:
+        ValueError: there are no ids, one is no id, or the lengths of the sample disagree. The sample is unchanged.
+    """
     return observation.append_observation(sample, token_ids, text, args=args)
 
 
@@ -159,7 +172,23 @@ def generate_rollout(
     data_source: Any,  # noqa: ANN401  # slime's, or ours
     evaluation: bool = False,  # noqa: FBT001, FBT002  # slime's signature
 ) -> Any:  # noqa: ANN401  # slime's class, where it has one
-    """Run one rollout; see :func:`streamfold.integrations.rollout.generate_rollout`."""
+    """Run one rollout, in the trainer's event loop if it has one, else in a new one.
+
+    Args:
+        args: the trainer's options. Read, never changed.
+        rollout_id: the number of the rollout.
+        data_source: slime's, or ``streamfold.slime.DataSource``, which loses no group in a crash.
+        evaluation: generate the evaluation sets instead, with slime's ``eval_rollout``.
+
+    Returns:
+        ``RolloutFnTrainOutput`` with ``rollout_batch_size`` groups, sorted, and metrics; for an evaluation
+        ``RolloutFnEvalOutput``. Older releases have no such classes: the groups, or the evaluation's data.
+
+    Raises:
+        StreamfoldError: too many groups failed. All groups have been returned to the data source.
+        Exception: what the data source, a filter, or an evaluation raised. All groups have been returned too.
+        ValueError: a setting is invalid, or ``rollout_data_transport`` is ``"straw"``.
+    """
     return rollout.generate_rollout(SLIME, args, rollout_id, data_source, evaluation=evaluation)
 
 
@@ -169,12 +198,35 @@ def generate_rollout_async(
     data_source: Any,  # noqa: ANN401  # slime's, or ours
     evaluation: bool = False,  # noqa: FBT001, FBT002  # slime's signature
 ) -> Any:  # noqa: ANN401  # slime's class, where it has one
-    """Return the next finished groups; see :func:`streamfold.integrations.fully_async.generate_rollout_async`."""
+    """Return the next ``rollout_batch_size`` finished groups, or evaluate beside those in flight.
+
+    The first call starts a thread with an event loop, in which groups stay in flight while the trainer trains, and in
+    which the data source is called. :func:`close_rollout` ends both, and so does the end of the process.
+
+    Args:
+        args: the trainer's options, those of the first call. Read, never changed.
+        rollout_id: the number of the rollout.
+        data_source: as for :func:`generate_rollout`. If it is not that of the last call, everything in flight is
+            returned to the last call's first.
+        evaluation: as for :func:`generate_rollout`.
+
+    Returns:
+        As :func:`generate_rollout`, the groups in the order in which they finished.
+
+    Raises:
+        StreamfoldError: too many groups failed since the last call. All groups have been returned to the data source,
+            and the next call starts anew.
+        Exception: what the data source, a filter, or an evaluation raised; the same applies.
+        ValueError: a setting is invalid, or ``rollout_data_transport`` is ``"straw"``.
+    """
     return fully_async.generate_rollout_async(SLIME, args, rollout_id, data_source, evaluation=evaluation)
 
 
 def close_rollout() -> None:
-    """Stop :func:`generate_rollout_async`; see :func:`streamfold.integrations.fully_async.close_rollout`."""
+    """Stop :func:`generate_rollout_async`: abort, and return all groups to their data source.
+
+    The thread ends too. Calling it again does nothing.
+    """
     fully_async.close_rollout(SLIME)
 
 

@@ -126,6 +126,7 @@ def test_a_timeout_that_is_no_time_is_named_by_its_option(name: str, text: str) 
 def test_a_reward_is_imported_from_the_current_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text("class Of:\n    @staticmethod\n    def it(sample): return 1.0\nx = 3\n")
     (tmp_path / "bad_rewards.py").write_text("def f(:")
+    (tmp_path / "leaving_rewards.py").write_text("import sys\nsys.exit('no model')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = list(sys.path)
@@ -139,6 +140,7 @@ def test_a_reward_is_imported_from_the_current_folder_too(tmp_path: Path, monkey
         ("my_rewards:Of.other", "my_rewards has no Of.other"),
         ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("bad_rewards:f", "SyntaxError: "),
+        ("leaving_rewards:f", "SystemExit: no model"),
     ):
         with pytest.raises(ValueError, match=f"^--reward {text}.*{re.escape(words)}"):
             reward_option(text)

@@ -130,7 +130,7 @@ def test_a_rollout_is_summed_up_as_json(tmp_path: Path) -> None:
     assert told == {
         "out": str(tmp_path / "samples.jsonl"), "samples": 4, "finished": 3, "missing": 1, "partial": 0,
         "without_reward": 0, "interrupted": False, "failures": {"EngineError: bad (status 400)": 1}, "tokens": 300,
-        "dropped_tokens": 0, "retries": 0,
+        "dropped_tokens": 0, "text_joined": 0, "retries": 0,
     }  # fmt: skip
 
 

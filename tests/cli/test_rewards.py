@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REWARDS = """
-import asyncio, numpy
+import asyncio, sys, numpy
 calls = []
 bad = set()
 def length(sample):
@@ -29,7 +29,36 @@ async def later(sample):
     return {"score": numpy.float64(sample.label), "answer": "x", "seen": {1}}
 def nothing(sample): return None
 def huge(sample): return {"score": 1.0, "n": 2**70}
+def bad_numbers(sample): return [float("nan"), float("nan"), float("inf"), f"answer {sample.index}"][sample.index]
+def notes(sample): return {"a": sample.index * "x"}
+def leaves(sample):
+    if sample.index == 1: sys.exit("no model")
+    return 1.0
+async def leaves_later(sample):
+    await asyncio.sleep(0)
+    return leaves(sample)
+class Closes:
+    def __call__(self, sample): raise GeneratorExit
+closes = Closes()
+class Mute(Exception):
+    def __str__(self): raise LookupError
+def mute(sample): raise Mute
+def sets(name, value, reward=1.0):
+    def reward_function(sample):
+        setattr(sample, name, value)
+        return reward
+    return reward_function
+metadata_of_none, list_as_metadata = sets("metadata", None), sets("metadata", [])
+index_of_none, other_index, other_group = sets("index", None), sets("index", 99), sets("group_index", "x")
+mute_label, surrogate = sets("label", Mute()), sets("label", chr(0xD800))
+text_as_status = sets("status", "x")
+def interrupts(sample):
+    if sample.index == 3: raise KeyboardInterrupt
+    return 1.0
 """
+
+
+NO_NUMBER = "the reward of sample 0 is {'a': ''}: no value of this dict is a number"
 
 
 @pytest.fixture
@@ -118,3 +147,111 @@ def test_what_is_no_reward_is_counted_and_ends_no_run(function: str, words: str,
     assert "0 of 4 samples are in" in done.stdout
     assert words in done.stderr
     assert "4 failed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "lines"),
+    [
+        (
+            "bad_numbers",
+            [
+                "2 failed, such as sample 0: RewardError: the reward of sample 0 is nan: it must be a finite number",
+                "1 failed: RewardError: the reward of sample 2 is inf: it must be a finite number",
+                "1 failed: RewardError: the reward of sample 3 is 'answer 3': it must be a finite number",
+            ],
+        ),
+        (
+            "notes",
+            [f"4 failed, such as sample 0: RewardError: {NO_NUMBER}"],
+        ),
+    ],
+)
+def test_rewards_that_fail_in_one_way_are_one_line_with_the_first_sample(
+    function: str, lines: list[str], rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, _ = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}", "--concurrency", "1")
+        assert [line for line in done.stderr.splitlines() if " failed" in line] == lines
+        done, _ = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}", "--json")
+    assert sorted(json.loads(done.stdout)["failures"].values()) == sorted(int(line[0]) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("function", "failed"),
+    [
+        ("leaves", "1 failed: RuntimeError: the reward function leaves raised SystemExit('no model')"),
+        (
+            "leaves_later",
+            "1 failed: RuntimeError: the reward function leaves_later raised SystemExit('no model')",
+        ),
+        ("closes", "4 failed: RuntimeError: the reward function Closes raised GeneratorExit()"),
+    ],
+)
+def test_an_exit_of_a_reward_function_costs_its_sample_alone(
+    function: str, failed: str, rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}", "--concurrency", "1")
+        assert engine.stats().running == 0
+    assert done.exit_code == 1
+    assert failed in done.stderr
+    assert [lines[index]["reward"] is None for index in range(4)] == [
+        function == "closes" or index == 1 for index in range(4)
+    ]
+
+
+def test_a_keyboard_interrupt_of_a_reward_function_is_ctrl_c_and_all_that_has_come_is_written(
+    rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:interrupts", "--concurrency", "1")
+    assert done.exit_code == 130, done.output
+    assert "are missing" in done.stdout
+    assert "rerun the same command" in done.stdout
+    assert [lines[index]["reward"] for index in range(3)] == [1.0] * 3
+    assert lines[3]["reward"] is None
+
+
+def test_an_error_without_a_text_is_counted_by_its_type(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:mute", "-v")
+    assert (done.exit_code, len(lines)) == (1, 4)
+    assert "4 failed: Mute, whose text raised LookupError" in done.stderr
+
+
+@pytest.mark.parametrize("function", ["huge", "metadata_of_none", "list_as_metadata", "mute_label", "surrogate"])
+def test_a_sample_that_a_reward_function_has_spoiled_is_written_without_what_it_has_set(
+    function: str, rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")
+        assert done.exit_code == 1
+        assert "4 failed: a sample cannot be written as JSON" in done.stderr
+        assert {index: (line["reward"], line["label"]) for index, line in lines.items()} == {
+            index: (None, index) for index in range(4)
+        }
+        assert all(line["status"] in ("completed", "truncated") for line in lines.values())
+        done, again = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:length")
+        assert done.exit_code == 0, done.output
+        assert engine.stats().requests == 4, "nothing was generated again"
+    assert [again[index]["tokens"] for index in range(4)] == [lines[index]["tokens"] for index in range(4)]
+
+
+@pytest.mark.parametrize("function", ["index_of_none", "other_index", "other_group"])
+def test_a_sample_keeps_its_place_whatever_index_a_reward_function_sets(
+    function: str, rewards: Any, tmp_path: Path
+) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")
+        assert done.exit_code == 0, done.output
+        assert [lines[index]["prompt"] for index in range(4)] == ["a0", "a1", "a2", "a3"]
+        assert rolled(engine.url, tmp_path, "--reward", f"rewards_of_a_test:{function}")[0].exit_code == 0
+        assert engine.stats().requests == 4
+
+
+def test_a_sample_that_cannot_be_written_at_all_ends_no_run(rewards: Any, tmp_path: Path) -> None:
+    with Loopback() as engine:
+        done, lines = rolled(engine.url, tmp_path, "--reward", "rewards_of_a_test:text_as_status")
+    assert (done.exit_code, lines) == (1, {})
+    assert "failed: " in done.stderr
+    assert "Traceback" not in done.stderr

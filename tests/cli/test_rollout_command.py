@@ -193,6 +193,46 @@ def test_partial_samples_of_text_prompts_are_resumed_if_the_engine_sends_the_ids
         assert all(sample.tokens in resumed for sample in partial.values())
 
 
+OF_THE_LOOPBACK = """
+from streamfold.loopback.core.tokenizer import MockTokenizer
+class AutoTokenizer:
+    @staticmethod
+    def from_pretrained(name): return MockTokenizer(512)
+"""
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_the_summary_says_how_many_texts_were_joined_without_a_tokenizer(has_tokenizer: bool, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    (tmp_path / "transformers.py").write_text(OF_THE_LOOPBACK, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with Loopback(token_rate=150, stop_probability=0, piece_probability=0.9) as engine:
+        prompts = with_ids(engine, tmp_path / "prompts.jsonl")
+        options = ["--max-new-tokens", str(BUDGET)]
+        code, _, wrong = interrupted(
+            signal.SIGINT, lambda: engine.stats().tokens > 100, engine.url, prompts, out, *options
+        )
+        assert (code, "was joined" in wrong) == (130, False), wrong
+        cut = len(by_index(out))
+        assert cut
+        expected = {
+            index: engine.undisturbed(sample.tokens[: -sample.response_length], sample.metadata["sampling_params"])
+            for index, sample in by_index(out).items()
+        }
+        options += ["--tokenizer", "any"] * has_tokenizer
+        done = rollout(engine.url, prompts, out, *options, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+        assert done.returncode == 0, done.stderr
+    joined = [sample for sample in by_index(out).values() if "streamfold_text_joined" in sample.metadata]
+    assert len(joined) == (0 if has_tokenizer else cut)
+    for index, whole in expected.items():
+        sample = by_index(out)[index]
+        assert sample.tokens[-sample.response_length :] == whole.token_ids
+        if has_tokenizer:
+            assert sample.response == engine.tokenizer.decode(whole.token_ids)
+    assert (f"the text of {cut} samples was joined from several calls" in done.stderr) == (not has_tokenizer)
+    assert ("with the model's --tokenizer the text is exact" in done.stderr) == (not has_tokenizer)
+
+
 @pytest.mark.parametrize("arrays", ["lists", "npz"])
 def test_a_killed_run_loses_only_what_was_in_flight(arrays: str, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"

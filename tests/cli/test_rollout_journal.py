@@ -13,6 +13,7 @@ import pytest
 
 from streamfold.cli import journal
 from streamfold.cli.journal import Journal, Plan, read_samples
+from streamfold.cli.prompts import read_prompt
 from streamfold.samples.sample import Sample
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ def test_prompts_without_ids_are_encoded_where_something_can(tmp_path: Path) -> 
         Plan(path, PARAMS)
 
 
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi"}\n{"prompt": [{"content": "Ho"}]}\n', "utf-8")
+    with pytest.raises(ValueError, match=r"line 2: the tokenizer cannot encode it: KeyError: 'role'"):
+        Plan(path, PARAMS, encode=lambda prompt: [1] if isinstance(prompt, str) else [len(prompt[0]["role"])])
+
+
 @pytest.mark.parametrize(
     ("line", "word"),
     [
@@ -115,8 +123,19 @@ def test_prompts_without_ids_are_encoded_where_something_can(tmp_path: Path) -> 
         ('{"prompt": ""}', "neither a prompt"),
         ('{"prompt": 7}', "neither a prompt"),
         ('{"input_ids": []}', "input_ids must be"),
-        ('{"input_ids": [1, true]}', "input_ids must be"),
-        ('{"input_ids": "12"}', "input_ids must be"),
+        ('{"input_ids": [1, true]}', r"input_ids must be integers from 0 to 2147483647; input_ids\[1\] is true$"),
+        ('{"input_ids": "12"}', 'input_ids must be.*; it is "12"$'),
+        ('{"input_ids": {"a": 1}}', r'input_ids must be.*; it is \{"a":1\}$'),
+        ('{"input_ids": [-1]}', r"input_ids must be.*input_ids\[0\] is -1$"),
+        ('{"input_ids": [2147483647, 2147483648]}', r"input_ids\[1\] is 2147483648$"),
+        ('{"input_ids": [1.0]}', r"input_ids\[0\] is 1.0$"),
+        ('{"input_ids": [1, 2, null]}', r"input_ids\[2\] is null$"),
+        ('{"input_ids": [1, [2]]}', r"input_ids\[1\] is \[2\]$"),
+        ('{"input_ids": ["a"]}', r'input_ids\[0\] is "a"$'),
+        ('{"input_ids": ["' + 99 * "a" + '"]}', r'input_ids\[0\] is "a{59}\.\.\.$'),
+        ('{"prompt": 7, "input_ids": [1]}', "prompt is 7, but it must be a text, or the messages of a chat"),
+        ('{"prompt": ["Hi"]}', r'prompt is \["Hi"\], but it must be a text, or the messages of a chat'),
+        ('{"prompt": "Hi", "arrays": 1}', "arrays is set by the rollout itself"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(line: str, word: str, tmp_path: Path) -> None:
@@ -384,7 +403,7 @@ def test_notes_that_the_rollout_makes_itself_are_refused_by_line(line: str, tmp_
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input_ids": [1], ' + line + "}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 1"):
-        journal._read_prompt(prompts.read_bytes(), "line 1", None)
+        read_prompt(prompts.read_bytes(), "line 1", None)
 
 
 def test_a_dataset_may_have_any_names_that_are_not_ours(tmp_path: Path, out: Path) -> None:

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from streamfold import EngineError, Retries, telemetry
 from streamfold.telemetry import OpenTelemetry, PrometheusCollector
-from support.replay import ASKED, HANG, PROMPT, Step, answer_json, chunk, head, until
+from support.replay import ASKED, DONE, END, HANG, LAST_CHUNK, PROMPT, Step, answer_json, chunk, head, until
 from support.tries import BUSY, SOON, in_turn
 
 if TYPE_CHECKING:
@@ -157,6 +157,34 @@ async def test_a_scrape_shows_what_calls_do_and_have_done(speech: Speech) -> Non
     assert value("streamfold_time_to_first_token_seconds_bucket", le="+Inf") == 2
     text = prometheus_client.generate_latest(registry).decode()
     assert "# TYPE streamfold_inter_token_seconds histogram" in text
+
+
+FIRST_READS = (1, 3, 4)
+
+
+def _in_two_reads(speech: Speech, first: int, is_seen: asyncio.Event) -> list[Step]:
+    """A reply of four tokens: so many in the first read, the others when that was seen."""
+    ids = [1, 2, 3, 4]
+    rest = [speech.event(ids[first:], 4, "stop"), *speech.after(4), DONE]
+    return [head(), chunk(speech.event(ids[:first], first)), is_seen, *map(chunk, rest), LAST_CHUNK, END]
+
+
+async def test_times_between_tokens_are_counted_for_all_but_those_of_each_calls_first_read(speech: Speech) -> None:
+    collector, registry = PrometheusCollector(), prometheus_client.CollectorRegistry()
+    registry.register(collector)
+    async with speech.replay() as server, speech.client(server.url, observers=[collector], retries=SOON) as client:
+        labels = {"engine": client.engine, "server": server.url}
+        seen = [asyncio.Event() for _ in FIRST_READS]
+        replies = [_in_two_reads(speech, first, event) for first, event in zip(FIRST_READS, seen, strict=True)]
+        server.routes[speech.path] = in_turn(server, BUSY, *replies)
+        for first, event in zip(FIRST_READS, seen, strict=True):
+            call = client.start(PROMPT, ASKED)
+            await call.wait_tokens(first)
+            event.set()
+            assert len((await call).token_ids) == 4
+    tokens = registry.get_sample_value("streamfold_tokens_total", labels)
+    assert (tokens, registry.get_sample_value("streamfold_retries_total", labels)) == (12, 1)
+    assert registry.get_sample_value("streamfold_inter_token_seconds_count", labels) == 12 - sum(FIRST_READS)
 
 
 def test_one_registry_takes_one_collector() -> None:

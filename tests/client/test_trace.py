@@ -198,8 +198,29 @@ async def test_closing_ends_what_is_open_and_nothing_follows(speech: Speech, pat
     assert records(path) == closed
 
 
+@pytest.mark.parametrize("content", ["old", "[\n{}\n]\n", '[\n{"a', '{"ph":"B"}'])
+def test_a_file_that_is_no_trace_is_not_replaced(path: Path, content: str) -> None:
+    path.write_text(content)
+    with pytest.raises(FileExistsError, match="not a trace"):
+        Trace(path)
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("content", ["", "[", "[\n", '[\n{"ph":"B","na', "[\n\n]\n", '[\n{"ph":"B"}\n]\n'])
+def test_a_trace_is_replaced_by_the_next_one_however_its_process_ended(path: Path, content: str) -> None:
+    path.write_text(content)
+    with Trace(path):
+        pass
+    assert records(path) == []
+
+
+def test_a_trace_is_a_regular_file() -> None:
+    with pytest.raises(OSError, match="a trace needs a regular file"):
+        Trace("/dev/null")
+
+
 def test_a_file_has_one_writer(path: Path) -> None:
-    path.write_text("old")
+    path.write_text('[\n{"ph":"B"}\n')
     with Trace(path) as trace:
         with pytest.raises(BlockingIOError, match="another trace"):
             Trace(path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
 import sys
+from posixpath import normpath
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -18,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The pages of the site, by their paths."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the site was built."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     built = subprocess.run(
@@ -27,6 +30,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         check=False, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> dict[str, str]:
+    """The pages of the site, by their paths."""
     return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in html_files(folder)}
 
 
@@ -64,3 +73,33 @@ def test_every_page_of_the_docs_is_in_the_navigation(site: dict[str, str]) -> No
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     listed = set(re.findall(r'<a href="([^"#]+\.html)"[^>]*class="md-nav__link', site["index.html"]))
     assert pages - listed == {"index.html"} - listed
+
+
+def test_every_link_and_every_picture_of_the_site_leads_somewhere(site: dict[str, str], folder: Path) -> None:
+    ids = {path: set(re.findall(r'\s(?:id|name)="?([^"\s>]+)', text)) for path, text in site.items()}
+    lost = []
+    for path, text in site.items():
+        if path == "404.html":  # served at any address: its links are those of a server's root
+            continue
+        for link in re.findall(r'\s(?:href|src)="([^"]*)"', text):
+            address = urlsplit(html.unescape(link))
+            if address.scheme or address.netloc:
+                continue
+            target = normpath(f"{path}/../{unquote(address.path)}") if address.path else path
+            target = f"{target}/index.html" if (folder / target).is_dir() else target
+            is_there = (folder / target).is_file()
+            if not is_there or (address.fragment and unquote(address.fragment) not in ids.get(target, ())):
+                lost.append(f"{path}: {link}")
+    assert lost == []
+
+
+def test_no_table_and_no_block_of_code_is_shown_as_it_was_written(site: dict[str, str]) -> None:
+    shown = re.compile(r"<p>[^<]*(?:^\|.*\||```|^!!! )", re.MULTILINE)
+    assert [f"{path}: {found}" for path, text in site.items() for found in shown.findall(text)] == []
+
+
+def test_no_page_of_the_reference_is_empty(site: dict[str, str]) -> None:
+    for path, text in site.items():
+        if path.startswith("reference/"):
+            assert "doc-signature" in text, path
+            assert len(re.sub(r"<[^>]*>", " ", text.partition("<article")[2]).split()) > 100, path

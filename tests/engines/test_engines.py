@@ -13,7 +13,7 @@ import pytest
 from streamfold import Client, EngineError, Experts
 from streamfold.client.responses import error_message, retry_after
 from streamfold.client.urls import normalize_base_url
-from streamfold.engines.base import RequestOptions
+from streamfold.engines.base import RequestOptions, common_extra
 from streamfold.engines.sglang import Sglang
 from streamfold.engines.token_ids import token_array
 from streamfold.integrations.base import router_url
@@ -151,6 +151,36 @@ def test_an_empty_prompt_is_an_empty_array() -> None:
 def test_what_is_no_row_of_token_ids_is_refused(ids: Any) -> None:
     with pytest.raises(ValueError, match="input_ids"):
         token_array(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([*range(50), -1], "found -1 at index 50$"),
+        (np.array([0, 2**31]), "found 2147483648 at index 1$"),
+        ([*range(50), 2.5], "where index 50 is 2.5$"),
+        ((*range(50), "a"), "where index 50 is 'a'$"),
+        ([*range(50), None], "where index 50 is None$"),
+        ([*range(50), 2**70], "where index 50 is 1180591620717411303424$"),
+    ],
+)
+def test_the_message_says_which_value_of_a_long_prompt_is_no_token_id(ids: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^input_ids must .*{words}"):
+        token_array(ids)
+
+
+NOT_FINITE = [float("nan"), float("-inf"), np.float32("inf"), np.float64("nan")]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE, ids=repr)
+def test_a_number_that_json_would_make_null_of_is_refused_wherever_it_stands(value: Any) -> None:
+    for params in ({"temperature": value}, {"custom_params": {"a": {"b": value}}}):
+        with pytest.raises(ValueError, match=r"^sampling_params\[.* is -?(nan|inf): JSON has no such number$"):
+            payload(params)
+    with pytest.raises(ValueError, match=r"^extra\['priority'\] is "):
+        payload(extra={"priority": value})
+    with pytest.raises(ValueError, match=r"^extra\['a'\]\['b'\] is "):
+        common_extra({"a": {"b": value}})
 
 
 # Addresses.

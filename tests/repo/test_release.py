@@ -125,9 +125,16 @@ def test_no_link_of_the_examples_points_out_of_their_folder() -> None:
                 assert re.match(r"\w+:", target) or folder in (path.parent / target).resolve().parents, (path, target)
 
 
-def test_the_prompts_of_the_examples_are_those_of_the_demo() -> None:
-    packaged = ROOT / "python" / "streamfold" / "prompts.jsonl"
-    assert (ROOT / "examples" / "prompts.jsonl").read_bytes() == packaged.read_bytes()
+@pytest.mark.parametrize(
+    ("packaged", "example"),
+    [("prompts.jsonl", "prompts.jsonl"), ("training/prompts.jsonl", "tiny_moe/prompts.jsonl")],
+    ids=["demo", "training"],
+)
+def test_the_prompts_of_the_examples_are_those_of_the_demo(packaged: str, example: str) -> None:
+    """The wheel has no examples, and the examples run without the package's files: both have their own."""
+    packages = (ROOT / "python" / "streamfold" / packaged).read_bytes()
+    assert packages.count(b"\n") == 32
+    assert (ROOT / "examples" / example).read_bytes() == packages
 
 
 # Where it does not run.

@@ -125,6 +125,30 @@ def test_prompts_with_an_unknown_label_are_refused_by_their_line(tmp_path: Path)
         task.read_prompts(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 1: not a JSON object like"),
+        ('{"prompt": "a"}', "line 1: not a JSON object like"),
+        ('{"label": "digits"}', "line 1: not a JSON object like"),
+        ("[1]", "line 1: not a JSON object like"),
+        ('{"prompt": "a", "label": []}', "line 1: the label is"),
+        (" \n", "holds no prompt"),
+    ],
+)
+def test_what_is_no_prompt_of_the_task_is_named_by_its_line(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=words):
+        task.read_prompts(path)
+
+
+def test_prompts_of_the_task_may_have_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "label": "digits"}\r\n\r\n')
+    assert task.read_prompts(path) == [{"prompt": "a", "label": "digits"}]
+
+
 def test_the_prompts_of_the_example_are_those_of_the_package() -> None:
     assert (TINY / "prompts.jsonl").read_bytes() == (
         ROOT / "python" / "streamfold" / "training" / "prompts.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,15 +15,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
-    from pathlib import Path
     from types import ModuleType
 
 __all__ = [
     "cancel_on_signals",
-    "check_out",
     "console",
+    "error_text",
     "errors",
     "fail",
+    "give_up_stdout",
     "import_loopback",
     "print_json",
     "progress_bar",
@@ -53,19 +54,6 @@ def cancel_on_signals(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-def check_out(path: Path) -> None:
-    """Check that a file can be written at ``path``, before there is anything to write.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--out {path}: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"--out {path} cannot be written")
-
-
 def import_loopback() -> ModuleType:
     """Import the loopback engine; ends the command if its extra is not installed."""
     try:
@@ -77,8 +65,24 @@ def import_loopback() -> ModuleType:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object in one line of ASCII; arrays of numpy become lists."""
-    sys.stdout.write(f"{json.dumps(value, default=lambda array: array.tolist())}\n")
-    sys.stdout.flush()
+    line = json.dumps(value, default=lambda array: array.tolist())
+    print(line, flush=True)  # to nowhere, if standard output was closed before the process began
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of an error of anybody's code, whose message may be an error itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:  # noqa: BLE001  # as above
+        return f"{type(error).__name__}, whose text raised {type(failure).__name__}"
+
+
+def give_up_stdout() -> None:
+    """Write what is left for standard output, which cannot be written, to nowhere, when the process ends."""
+    with contextlib.suppress(OSError, ValueError):  # it is no file: a test's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def fail(message: str) -> NoReturn:

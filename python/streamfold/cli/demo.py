@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.table import Table
 
-from streamfold.cli.console import check_out, console, fail, import_loopback, print_json
-from streamfold.cli.demo_job import read_prompts, run, write
+from streamfold.cli.console import console, fail, import_loopback, print_json
+from streamfold.cli.demo_job import is_demo_line, read_prompts, run, write
 from streamfold.cli.demo_train import run_training
+from streamfold.cli.files import check_different, check_out, check_replaced, is_png
 from streamfold.cli.printing import AsJson, Quiet, Verbose, output
 from streamfold.client.trace import Trace
 from streamfold.rollout.atomic_file import save_error
@@ -58,7 +59,12 @@ def command(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(dir_okay=False, help="File for the finished samples, one JSON object per line.")
+        Path,
+        typer.Option(
+            dir_okay=False,
+            help="File for the finished samples, one JSON object per line. Samples of another demo are replaced, any "
+            "other file is not.",
+        ),
     ] = Path("demo.jsonl"),
     engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Engine whose HTTP API is emulated.")] = "sglang",
     incremental: Annotated[
@@ -82,7 +88,11 @@ def command(
     steps: Annotated[int, typer.Option(min=1, help="Steps of --train.")] = 30,
     trace: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="File for a trace of all calls, which ui.perfetto.dev opens. Default: none."),
+        typer.Option(
+            dir_okay=False,
+            help="File for a trace of all calls, which ui.perfetto.dev opens. A trace that is there is replaced, any "
+            "other file is not. Default: none.",
+        ),
     ] = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -95,7 +105,7 @@ def command(
     otherwise with 1.
     """
     try:
-        check_out(out.with_suffix(".png") if train else out)
+        _check_files(prompts, out, trace, train=train)
         texts = _train_prompts(engine) if train else read_prompts(prompts)
         timeline = Trace(trace) if trace else None
     except (OSError, ValueError) as error:
@@ -122,6 +132,22 @@ def command(
         _show(report, out, as_json=as_json)
     if report.problems:
         raise typer.Exit(1)
+
+
+def _check_files(prompts: Path | None, out: Path, trace: Path | None, *, train: bool) -> None:
+    """Check that the files of a demo can be written, and are no other ones.
+
+    Raises:
+        ValueError: they cannot, or are.
+        OSError: one cannot be read.
+    """
+    written = out.with_suffix(".png") if train else out
+    check_different(prompts=prompts, out=written, trace=trace)
+    check_out(written)
+    if train:
+        check_replaced("--out", written, "a plot (PNG)", is_png)
+    else:
+        check_replaced("--out", written, "of a demo", is_demo_line)
 
 
 def _train_prompts(engine: str) -> list[str]:

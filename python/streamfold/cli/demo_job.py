@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import orjson
 
+from streamfold.cli.prompts import numbered_lines
 from streamfold.client.client import Client
 from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.groups import count_tokens, prompt_groups, samples_of, sort_key
@@ -172,10 +173,11 @@ def read_prompts(path: Path | None = None) -> list[str]:
         ValueError: a line is anything else, or there is no line; the message names the line.
     """
     source = importlib.resources.files("streamfold") / "prompts.jsonl" if path is None else path
-    lines = source.read_bytes().splitlines()
+    with source.open("rb") as file:
+        lines = list(numbered_lines(file))
     if not lines:
         raise ValueError(f'{source} is empty: it must have lines like {{"prompt": "..."}}')
-    return [_prompt(line, f"{source}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [_prompt(line, f"{source}, line {number}") for number, line in lines]
 
 
 def _prompt(line: bytes, place: str) -> str:
@@ -331,6 +333,15 @@ def _differences(sample: Sample, expected: Reply) -> Iterator[bool]:
         yield length != len(expected.token_ids)
         yield sample.response != "".join(expected.pieces or ())
         yield expected.finish is None or _FINISH_REASONS[sample.status] != expected.finish["type"]
+
+
+def is_demo_line(line: bytes) -> bool:
+    """Whether :func:`write` has written this line."""
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(fields, dict) and fields.keys() >= {"group_index", "token_ids", "calls", "equal"}
 
 
 def write(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -13,24 +13,26 @@ import os
 import sys
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 import numpy as np
 import orjson
 
+from streamfold.cli.prompts import numbered_lines, read_prompt
+from streamfold.engines.base import check_finite
 from streamfold.rollout.atomic_file import save_error
-from streamfold.samples.metadata import OWN_KEYS, rename_old_keys
+from streamfold.samples.metadata import rename_old_keys
 from streamfold.samples.sample import Sample
 from streamfold.samples.status import is_final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from io import FileIO
     from pathlib import Path
 
     from typing_extensions import Self
 
-    Encode = Callable[["str | list[dict[str, Any]]"], list[int]]
+    from streamfold.cli.prompts import Encode
 
 __all__ = ["Journal", "Plan", "read_samples"]
 
@@ -82,13 +84,14 @@ class Plan:
         is_stdin = str(path) == "-"
         name = "standard input" if is_stdin else str(path)
         # not as text: Python would also split lines at U+2028 and others
-        with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else path.open("rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
+        with _standard_input() if is_stdin else path.open("rb") as file:
+            lines = list(numbered_lines(file))
         if not lines:
             raise ValueError(f"{name} holds no prompt")
-        self._prompts = [_read_prompt(line, f"{name}, line {number}", encode) for number, line in lines]
+        self._prompts = [read_prompt(line, f"{name}, line {number}", encode) for number, line in lines]
         try:
-            self._params = orjson.loads(orjson.dumps(sampling_params))  # in the form in which they will be read again
+            # in the form in which they will be read again
+            self._params = orjson.loads(orjson.dumps(check_finite(sampling_params)))
             orjson.dumps([seed, (seed or 0) + len(self)])
         except TypeError as error:
             raise ValueError(f"the sampling parameters cannot be sent: {error}") from None
@@ -115,55 +118,10 @@ class Plan:
         return sum(not prompt.tokens for prompt in self._prompts)
 
 
-# Keys of metadata that the rollout and completing a sample set.
-_RESERVED = OWN_KEYS | {"sampling_params"}
-
-
-def _read_prompt(line: bytes, location: str, encode: Encode | None) -> Sample:
-    fields = _read_object(line, location)
-    ids, text = fields.pop("input_ids", None), fields.pop("text", None)
-    prompt = fields.pop("prompt", text)
-    _check_prompt(prompt, ids, location, can_encode=encode is not None)
-    if ids is None:
-        ids = encode(prompt) if encode else []
-    images = _read_images(fields.pop("image_data", None), location)
-    label, metadata = fields.pop("label", None), fields.pop("metadata", None) or {}
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{location}: metadata must be an object")
-    metadata = {**metadata, **fields}
-    if reserved := sorted(_RESERVED & metadata.keys()):
-        raise ValueError(f"{location}: {', '.join(reserved)} is set by the rollout itself: use another name")
-    return Sample(prompt=prompt or "", tokens=ids, multimodal_inputs=images, label=label, metadata=metadata)
-
-
-def _read_images(images: object, location: str) -> dict[str, Any] | None:
-    images = [images] if isinstance(images, str) else images
-    if images is None or images == []:
-        return None
-    if not (isinstance(images, list) and all(isinstance(image, str) and image for image in images)):
-        raise ValueError(f"{location}: image_data must be a string or a list of them: URLs, paths, base64 or data URIs")
-    return {"images": images}
-
-
-def _read_object(line: bytes, location: str) -> dict[str, Any]:
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{location} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f'{location}: each line must be an object like {{"prompt": "..."}} or {{"input_ids": [1, 2]}}')
-    return fields
-
-
-def _check_prompt(prompt: object, ids: object, location: str, *, can_encode: bool) -> None:
-    """Raise ValueError unless the engine can be given the ids or the prompt of a line."""
-    if ids is not None:
-        if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
-            raise ValueError(f"{location}: input_ids must be a list of at least one integer")
-    elif not prompt or not isinstance(prompt, (str, list)):
-        raise ValueError(f"{location}: there is neither a prompt (or text) nor input_ids")
-    elif not can_encode and not isinstance(prompt, str):
-        raise ValueError(f"{location}: the messages of a chat need a tokenizer, whose template makes a prompt of them")
+def _standard_input() -> contextlib.AbstractContextManager[BinaryIO]:
+    if sys.stdin is None:  # it was closed before the process began
+        raise ValueError("--prompts -: standard input is closed")
+    return contextlib.nullcontext(sys.stdin.buffer)
 
 
 class Journal:

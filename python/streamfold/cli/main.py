@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import errno
+import sys
+from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from streamfold._core import __version__
 from streamfold.cli import demo, record, replay, rollout, serve, trace
-from streamfold.cli.console import console
+from streamfold.cli.console import console, errors, give_up_stdout
 
 __all__ = ["app"]
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class Commands(TyperGroup):
+    """The commands; one that cannot print its result says so in a line, as it does of other errors."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as typer has it
+        """Run a command."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # commands report those of their files themselves
+            if error.errno not in _FULL or error.filename is not None:
+                raise
+            give_up_stdout()
+            errors.print(f"streamfold: standard output cannot be written: {error.strerror}", style="red")
+            sys.exit(1)
+
+
 app: typer.Typer = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help and errors: rich cuts the names of options at 80 columns, and wraps errors
     context_settings={"help_option_names": ["-h", "--help"]},

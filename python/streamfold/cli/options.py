@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from streamfold._types import Tokenizer
-    from streamfold.cli.journal import Encode
+    from streamfold.cli.prompts import Encode
     from streamfold.rollout.callbacks import RewardFunction
 
 __all__ = [
@@ -96,7 +96,7 @@ def reward_option(text: str | None) -> RewardFunction | None:
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module
+    except (Exception, SystemExit) as error:  # a user's module
         raise ValueError(f"--reward {text}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from streamfold.cli.console import console, errors
+from streamfold.cli.console import console, error_text, errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ class _ShortFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""
         error = record.exc_info[1] if record.exc_info else None
-        return record.getMessage() if error is None else f"{record.getMessage()}: {type(error).__name__}: {error}"
+        return record.getMessage() if error is None else f"{record.getMessage()}: {error_text(error)}"
 
 
 @contextlib.contextmanager

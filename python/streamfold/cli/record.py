@@ -10,9 +10,10 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from streamfold.cli.console import cancel_on_signals, check_out, console, errors, fail, print_json, progress_bar
+from streamfold.cli.console import cancel_on_signals, console, errors, fail, print_json, progress_bar
+from streamfold.cli.files import check_different, check_out
 from streamfold.cli.printing import AsJson, Quiet, Verbose, output
-from streamfold.cli.recording import Recording, record
+from streamfold.cli.recording import Recording, check_replaced_recording, record
 from streamfold.engines.detect import ENGINES
 from streamfold.rollout.atomic_file import save_error
 
@@ -34,7 +35,7 @@ def command(
         typer.Option(
             dir_okay=False,
             help="File for the body of the response. Request, response headers and read times go to a .json file of "
-            "the same name.",
+            "the same name. A recording that is there is replaced, any other file is not.",
         ),
     ] = Path("stream.sse"),
     engine: Annotated[
@@ -64,13 +65,13 @@ def command(
     """
     recording = Recording(b"", request=_read_payload(payload, engine), engine=engine)
     details = out.with_suffix(".json")
-    if out == details or payload.resolve() in (out.resolve(), details.resolve()):
-        fail(f"--out {out}: the payload, the stream and {details} with its details must be three different files")
     try:
+        _check_files(payload, out, details)
         check_out(out)
+        check_replaced_recording(out)
         with output(verbose=verbose, quiet=quiet):
             asyncio.run(_record(url, recording, api_key, quiet=quiet))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(str(error))
     if recording.status is None:
         errors.print(f"streamfold: no reply from {url}: {recording.end}", style="red")
@@ -91,6 +92,19 @@ def command(
         errors.print(f"streamfold: the engine refused the request with HTTP {recording.status}", style="red")
         errors.print(recording.body[:_SHOWN_BYTES].decode(errors="replace"))
         raise typer.Exit(1)
+
+
+def _check_files(payload: Path, out: Path, details: Path) -> None:
+    """Check that the three files are three.
+
+    Raises:
+        ValueError: they are not.
+    """
+    try:
+        check_different(payload=payload, out=out, details=details)
+    except ValueError:
+        words = f"the payload, the stream and {details} with its details must be three different files"
+        raise ValueError(f"--out {out}: {words}") from None
 
 
 def _read_payload(path: Path, engine: str) -> dict[str, Any]:

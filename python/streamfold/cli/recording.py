@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from streamfold.client.drivers.base import Fields
 
-__all__ = ["Recording", "record", "surroundings"]
+__all__ = ["Recording", "check_replaced_recording", "record", "surroundings"]
 
 _WIDTH = 70  # bytes shown on each side of an error
 _DETAILS: Final = {"request": dict, "engine": str, "status": int, "headers": dict, "reads": list, "end": str}
@@ -122,6 +122,27 @@ class Recording:
         except StreamfoldError as failure:
             error = failure
         return parser.take(), error
+
+
+def check_replaced_recording(path: Path) -> None:
+    """Check that nothing is at ``path``, and in the ``.json`` file beside it, but a recording, which may be replaced.
+
+    Raises:
+        ValueError: there is something else.
+        OSError: it cannot be read.
+    """
+    details_path = path.with_suffix(".json")
+    for file in (details_path, path):
+        if file.is_file() and file.stat().st_size and not _describes_recording(details_path):
+            raise ValueError(f"--out {path}: {file} is not of a recording: give another file, or move it away")
+
+
+def _describes_recording(path: Path) -> bool:
+    try:
+        _read_details(data := path.read_bytes())
+    except (AttributeError, FileNotFoundError, TypeError, ValueError):
+        return False
+    return _DETAILS.keys() <= set(orjson.loads(data))
 
 
 def _read_details(data: bytes) -> dict[str, Any]:

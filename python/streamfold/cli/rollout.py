@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from streamfold.cli.console import fail
+from streamfold.cli.files import check_different
 from streamfold.cli.journal import Journal, Plan
 from streamfold.cli.options import (
     EXPERTS_HELP,
@@ -148,7 +149,8 @@ def command(
         str | None,
         typer.Option(
             help="Name or folder of a transformers tokenizer. It encodes prompts without input_ids, texts and chat "
-            "messages. Default: the engine encodes them."
+            "messages, and decodes resumed responses as a whole: without it a character that an interruption split "
+            "may be damaged in their text. Default: the engine encodes and decodes."
         ),
     ] = None,
     prompt_token_ids: Annotated[
@@ -184,7 +186,11 @@ def command(
     ] = 6,
     trace: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="File for a trace of all calls, which ui.perfetto.dev opens. Default: none."),
+        typer.Option(
+            dir_okay=False,
+            help="File for a trace of all calls, which ui.perfetto.dev opens. A trace that is there is replaced, any "
+            "other file is not. Default: none.",
+        ),
     ] = None,
     timeout_connect: Annotated[
         str | None, typer.Option(metavar=_SECONDS, help="To open a connection. Default: 10.", rich_help_panel=_REQUESTS)
@@ -226,6 +232,8 @@ def command(
     Rerun the same command to resume after an interruption. Finished samples are
     kept. Partial ones are resumed from their tokens, or restarted if the token
     ids of their prompt are unknown. Ctrl-C, SIGTERM and SIGHUP save what was received.
+    Tokens and log-probabilities of a resumed sample are exact; its text is too with
+    --tokenizer, otherwise the sample's metadata has streamfold_text_joined.
 
     Exits with 0 if all samples are finished, with 130 after one of these signals,
     otherwise with 1.
@@ -239,14 +247,13 @@ def command(
     }
     started_at = time.monotonic()
     try:
+        _check_files(prompts, out, trace)
         decoder, encode, stop_ids = tokenizer_option(tokenizer)
         params = _sampling_params(params_option(sampling_params), overrides)
         plan = Plan(prompts, params, n=n_samples_per_prompt, seed=seed, encode=encode)
         shape = experts_option(experts)
         judge = reward_option(reward)
         _check_prompts(plan, engine, shape)
-        if trace is not None and trace.resolve() in (prompts.resolve(), out.resolve()):
-            raise ValueError(f"--trace writes a file of its own, but {trace} is that of --prompts or --out")
         timeline = None if trace is None else Trace(trace)
         client = Client(
             url,
@@ -283,13 +290,28 @@ def command(
                 return job.run()
 
             with output(verbose=verbose, quiet=quiet):
-                interrupted = asyncio.run(show(job, start, quiet=quiet))
+                try:
+                    interrupted = asyncio.run(show(job, start, quiet=quiet))
+                except KeyboardInterrupt:  # of a reward function: signals cancel a task instead
+                    interrupted = True
             if timeline is not None:
                 timeline.close()
     except (OSError, ValueError, EngineError) as error:  # EngineError: with auto, the engine could not be found out
         fail(str(error))
     with output(quiet=quiet):
         report(job, out, interrupted=interrupted, seconds=time.monotonic() - started_at, as_json=as_json)
+
+
+def _check_files(prompts: Path, out: Path, trace: Path | None) -> None:
+    """Check that no file is two of these, before any is read or written.
+
+    Raises:
+        ValueError: one is.
+    """
+    read = None if str(prompts) == "-" else prompts
+    check_different(prompts=read, out=out, trace=trace)
+    rewritten = out.with_name(f"{out.name}.new")  # while lines are removed from the samples
+    check_different(prompts=read, out=rewritten, trace=trace)
 
 
 def _sampling_params(params: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from streamfold.cli.completing import complete_all
-from streamfold.cli.console import cancel_on_signals, console, errors, print_json
+from streamfold.cli.console import cancel_on_signals, console, error_text, errors, print_json
 from streamfold.client._internal import totals_of
+from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import RolloutStats
 from streamfold.rollout.progress import ProgressView, RunState
+from streamfold.rollout.rewards import RewardError
+from streamfold.samples.metadata import TurnState
 from streamfold.samples.status import is_finished
 
 if TYPE_CHECKING:
@@ -30,6 +34,27 @@ __all__ = ["RolloutJob", "report", "show"]
 _SHOWN_FAILURES: Final = 10
 
 
+@dataclass
+class Failure:
+    """What ended samples in one way.
+
+    Attributes:
+        message: of the first one.
+        first: the index of that sample.
+        count: how many there were.
+        differ: whether another one had another message.
+    """
+
+    message: str
+    first: int | None
+    count: int = 0
+    differ: bool = False
+
+    def __str__(self) -> str:
+        example = f", such as sample {self.first}" if self.differ else ""
+        return f"{self.count} failed{example}: {self.message}"
+
+
 class RolloutJob:
     """Completes the samples of a plan that the journal lacks, and writes each of them when it ends.
 
@@ -38,7 +63,8 @@ class RolloutJob:
         plan: all samples.
         journal: those of the output file.
         stats: counts of this run.
-        failures: how often each error ended a sample.
+        failures: what ended samples, by kind.
+        joined: samples of this run whose text was joined from several calls without a tokenizer.
     """
 
     def __init__(
@@ -48,7 +74,9 @@ class RolloutJob:
         self.plan = plan
         self.journal = journal
         self.stats: RolloutStats = RolloutStats()
-        self.failures: Counter[str] = Counter()
+        self.failures: dict[str, Failure] = {}
+        self.joined: int = 0
+        self._started: dict[int, int] = {}  # the indices of samples that have not ended
         self._config = config
         self._reward = reward
 
@@ -61,18 +89,42 @@ class RolloutJob:
     def _missing(self) -> Iterator[Sample]:
         for index in range(len(self.plan)):
             if index not in self.journal.finished:
-                yield self.journal.partial.get(index) or self.plan[index]
+                sample = self.journal.partial.get(index) or self.plan[index]
+                self._started[id(sample)] = index  # which a reward function may change in the sample
+                yield sample
 
     def _end(self, sample: Sample, error: BaseException | None) -> None:
         """Count a sample and write it to the journal."""
+        index = self._started.pop(id(sample))
         if error is not None:
-            self.failures[f"{type(error).__name__}: {error}"] += 1
+            self._count(index, error_text(error), _kind_of(error))
         if not (sample.response_length or is_finished(sample)):
             return
+        is_joined = isinstance(sample.metadata, dict) and TurnState.of(sample).text_joined
+        self.joined += is_joined
+        sample.index, sample.group_index = index, self.plan[index].group_index
+        if not self._write(sample, index):  # a reward function may set anything: without what it has set
+            planned = self.plan[index]
+            sample.reward, sample.label, sample.metadata = None, planned.label, planned.metadata
+            self._write(sample, index)
+
+    def _write(self, sample: Sample, index: int) -> bool:
+        """Write a sample to the journal; False if it is none that JSON can hold, which is counted as a failure once."""
         try:
             self.journal.write(sample)
-        except TypeError as failure:  # a reward function may set anything
-            self.failures[f"a sample cannot be written as JSON: {failure}"] += 1
+        except OSError:
+            raise  # of the file
+        except Exception as error:  # noqa: BLE001  # of whatever stands in the fields
+            reason = error if isinstance(error, TypeError) else error_text(error)
+            self._count(index, f"a sample cannot be written as JSON: {reason}")
+            return False
+        return True
+
+    def _count(self, index: int, message: str, kind: str | None = None) -> None:
+        """Count a failure, with others of its kind; None: with those of the same message."""
+        failure = self.failures.setdefault(kind or message, Failure(message, index))
+        failure.count += 1
+        failure.differ |= message != failure.message
 
     def look(self) -> RunState:
         """What has been done so far, calls that run included."""
@@ -82,7 +134,7 @@ class RolloutJob:
             in_flight=calls.calls,
             tokens=self.stats.received,
             calls=calls,
-            counts={"aborted": self.stats.aborted, "failed": self.failures.total()},
+            counts={"aborted": self.stats.aborted, "failed": sum(failure.count for failure in self.failures.values())},
         )
 
     def summary(self, out: Path, *, interrupted: bool, seconds: float) -> dict[str, Any]:
@@ -96,9 +148,10 @@ class RolloutJob:
             "partial": len(self.journal.partial) - unjudged,
             "without_reward": unjudged,
             "interrupted": interrupted,
-            "failures": dict(self.failures),
+            "failures": {failure.message: failure.count for failure in self.failures.values()},
             "tokens": self.stats.tokens,
             "dropped_tokens": self.stats.lost,
+            "text_joined": self.joined,
             "retries": self.client.retried,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(self.stats.tokens / seconds, 1) if seconds else 0.0,
@@ -110,8 +163,22 @@ class RolloutJob:
         return sum(is_finished(sample) for sample in self.journal.partial.values())
 
 
+def _kind_of(error: BaseException) -> str:
+    """The same for errors that differ by the sample alone: its number, its reward, its tokens and offsets."""
+    text = error_text(error)
+    if isinstance(error, RewardError):
+        return error.kind
+    if isinstance(error, StreamfoldError):
+        return f"{getattr(error, 'status', None)} {re.sub(r'[0-9]+', '0', text)}"
+    return text
+
+
 async def show(job: RolloutJob, start: Callable[[], Coroutine[Any, Any, None]], *, quiet: bool) -> bool:
-    """Run ``start()`` and show its progress; returns whether a signal interrupted it."""
+    """Run ``start()`` and show its progress; returns whether a signal interrupted it.
+
+    Raises:
+        KeyboardInterrupt: a reward function raised one. What was received has been written.
+    """
     view = ProgressView("rollout", "samples", len(job.plan), job.look, console=errors, is_shown=not quiet)
     async with job.client:
         with view:
@@ -141,9 +208,18 @@ def _print_report(job: RolloutJob, out: Path, missing: int) -> None:
             f"{job.stats.lost} tokens were dropped and generated again: their prompts have no ids (use "
             "--prompt-token-ids or --tokenizer), or they ended in the middle of a stop string"
         )
+    if job.joined:
+        errors.print(
+            f"the text of {job.joined} samples was joined from several calls: a character that a cut split may be "
+            "damaged in it, while tokens and log-probabilities are exact. Their metadata has streamfold_text_joined; "
+            "with the model's --tokenizer the text is exact too"
+        )
     console.print(f"{len(journal.finished)} of {total} samples are in {out}")
-    for message, count in job.failures.most_common(_SHOWN_FAILURES):
-        errors.print(f"{count} failed: {message}", style="red")
+    failures = sorted(job.failures.values(), key=lambda failure: -failure.count)
+    for failure in failures[:_SHOWN_FAILURES]:
+        errors.print(str(failure), style="red")
+    if others := sum(failure.count for failure in failures[_SHOWN_FAILURES:]):
+        errors.print(f"{others} failed in {len(failures) - _SHOWN_FAILURES} other ways: --json names all", style="red")
     if missing:
         unjudged = job.unjudged
         lacking = f", {unjudged} of them finished without a reward" if unjudged else ""

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from streamfold.cli.console import console, fail, print_json
+from streamfold.cli.files import check_different, check_replaced, is_png
 from streamfold.cli.printing import AsJson, Quiet  # noqa: TC001  # typer reads the annotations
 from streamfold.cli.waterfall import Waterfall, draw, read_trace
+from streamfold.rollout.atomic_file import save_error
 
 __all__ = ["command"]
 
@@ -18,7 +20,9 @@ def command(
     file: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, help="Trace of streamfold rollout --trace, or of a Trace.")
     ],
-    png: Annotated[Path, typer.Option(dir_okay=False, help="File for the picture.")],
+    png: Annotated[
+        Path, typer.Option(dir_okay=False, help="File for the picture; a PNG that is there is replaced, no other file.")
+    ],
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -27,10 +31,17 @@ def command(
     The file itself opens at https://ui.perfetto.dev. Needs the extra plot.
     """
     try:
+        check_different(file=file, png=png)
+        check_replaced("--png", png, "a PNG", is_png)
         waterfall = Waterfall.of(read_trace(file))
-        draw(waterfall, png)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         fail(str(error))
+    try:
+        draw(waterfall, png)
+    except ImportError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{png} cannot be written: {save_error(error, png)}")
     if as_json:
         print_json({"rows": len(waterfall.rows), "png": str(png)})
     elif not quiet:

@@ -16,7 +16,10 @@ class Timings:
     token. (vLLM's ``bench serve`` has no queue of its own, and counts the connect to the TTFT.)
 
     Tokens are stamped when they are read from the socket. Under load one read brings several events; the tokens of one
-    read share the time since the read before evenly. :attr:`resolution` tells how far apart the reads were.
+    read share the time since the read before evenly. :attr:`resolution` tells how far apart the reads were. The tokens
+    of a call's first read have no read before them, so a call has as many times between tokens as it has tokens
+    behind its first read: ``tokens - 1`` if that brought one, fewer if it brought several. A sample that was resumed
+    has had several calls, and each had a first read.
 
     Attributes:
         queued: from the start of the call to the start of the last try: its wait for a slot, and what came before.

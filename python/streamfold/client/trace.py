@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
+import stat
 import time
 import weakref
 from collections import Counter, OrderedDict
@@ -40,6 +42,8 @@ _COUNTED: Final[dict[str, tuple[Phase, ...]]] = {
 }
 _BEGIN: Final = b"[\n"
 _END: Final = b"\n]\n"
+_BEGINNINGS: Final = (_BEGIN + b'{"ph":"', _BEGIN + _END)  # of traces, as far as a process came that was killed
+_NO_TRACE: Final = "the file there is not a trace, and is not replaced: give another one, or move it away"
 
 
 class Trace(Observer):
@@ -64,10 +68,11 @@ class Trace(Observer):
     Any number of clients and rollouts may share one, in one thread at a time. In a forked child it writes nothing.
 
     Args:
-        path: the file, which is emptied.
+        path: the file. A trace that is there is replaced, any other file is not.
 
     Raises:
-        OSError: the file cannot be written, or another trace writes to it.
+        FileExistsError: the file there is not empty, and no trace.
+        OSError: the file cannot be read and written, is no regular one, or another trace writes to it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -296,10 +301,14 @@ def _notes(call: ObservedCall, generation: Generation, versions: list[str]) -> d
 
 
 def _opened(path: Path) -> int:
-    """Open the file for this process alone, and empty it."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Open the file for this process alone, and empty it if it holds a trace."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "a trace needs a regular file", str(path))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not any(begin.startswith(os.pread(file, len(begin), 0)) for begin in _BEGINNINGS):
+            raise FileExistsError(errno.EEXIST, _NO_TRACE, str(path))
         os.ftruncate(file, 0)
         os.write(file, _BEGIN)
     except BlockingIOError as error:

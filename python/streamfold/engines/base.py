@@ -309,12 +309,17 @@ class EngineSpec(ABC):
         return list(dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls if isinstance(url, str) and url))
 
 
-def check_finite(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy sampling parameters; ValueError if one is NaN or infinite, which JSON cannot write."""
-    for key, value in sampling_params.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"sampling_params[{key!r}] is {value}: JSON has no such number")
-    return dict(sampling_params)
+def check_finite(values: Mapping[str, Any], name: str = "sampling_params") -> dict[str, Any]:
+    """Copy sampling parameters, or what ``name`` says; ValueError for a number that JSON would write as null.
+
+    Lists are not looked into: they may be prompts of many thousand tokens.
+    """
+    for key, value in values.items():
+        if isinstance(value, (float, np.floating)) and not math.isfinite(value):
+            raise ValueError(f"{name}[{key!r}] is {value}: JSON has no such number")
+        if isinstance(value, Mapping):
+            check_finite(value, f"{name}[{key!r}]")
+    return dict(values)
 
 
 def with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -324,7 +329,7 @@ def with_extra(payload: dict[str, Any], extra: Mapping[str, Any] | None) -> dict
     taken = sorted(payload.keys() & extra.keys())
     if taken:
         raise ValueError(f"extra must not hold {', '.join(taken)}: use the argument that sets it")
-    return payload | dict(extra)
+    return payload | check_finite(extra, "extra")
 
 
 def common_extra(extra: Mapping[str, Any] | None, engine: EngineSpec | None = None) -> dict[str, Any]:
@@ -342,7 +347,7 @@ def common_extra(extra: Mapping[str, Any] | None, engine: EngineSpec | None = No
         return {}
     if not isinstance(extra, Mapping):
         raise TypeError(f'extra must be a mapping, such as {{"priority": 1}}; not {reprlib.repr(extra)}')
-    keys = dict(extra)
+    keys = check_finite(extra, "extra")
     if any(not isinstance(key, str) for key in keys):
         raise TypeError(
             f"the keys of extra must be names, not {next(key for key in keys if not isinstance(key, str))!r}"

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from streamfold.engines.base import Ids, TokenIds
 
-__all__ = ["token_array"]
+__all__ = ["LARGEST_TOKEN", "first_invalid", "token_array"]
 
-_LARGEST_TOKEN: Final = 2**31 - 1
+LARGEST_TOKEN: Final = 2**31 - 1
 _WANTED: Final = "input_ids must be token ids, a list or array of integers"
 
 
@@ -32,14 +34,24 @@ def token_array(input_ids: TokenIds, vocab_size: int | None = None) -> Ids:
         raise TypeError(_explain(input_ids))
     if len(input_ids) == 0:
         return np.empty(0, np.int32)
-    largest = _LARGEST_TOKEN if vocab_size is None else min(_LARGEST_TOKEN, vocab_size - 1)
+    largest = LARGEST_TOKEN if vocab_size is None else min(LARGEST_TOKEN, vocab_size - 1)
     if type(input_ids) is list and (quick := _from_list(input_ids, largest)) is not None:
         return quick
     ids = _as_row(input_ids)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > largest:
-        raise ValueError(f"input_ids must lie in 0 to {largest}; found {low if low < 0 else high}")
+        found = low if low < 0 else high
+        raise ValueError(f"input_ids must lie in 0 to {largest}; found {found} at index {int(np.argmax(ids == found))}")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def first_invalid(ids: Sequence[object]) -> int | None:
+    """The index of the first value of a list that is no token id: no integer, or outside 0 to 2**31 - 1."""
+    for index, value in enumerate(ids):
+        is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not is_integer or not 0 <= value <= LARGEST_TOKEN:  # type: ignore[operator]  # an integer, by now
+            return index
+    return None
 
 
 def _has_length(value: object) -> bool:
@@ -69,7 +81,8 @@ def _as_row(input_ids: TokenIds) -> npt.NDArray[np.integer[Any]]:
     if ids.ndim > 1:
         raise ValueError(f"input_ids must be one row of integers, not {ids.ndim} dimensions: start one call per prompt")
     if ids.dtype.kind not in "iu":
-        raise ValueError(f"input_ids must be one row of integers, not of {ids.dtype}: {reprlib.repr(input_ids)}")
+        what = f"not of {ids.dtype}: {reprlib.repr(input_ids)}{_place(input_ids)}"
+        raise ValueError(f"input_ids must be one row of integers, {what}")
     return ids
 
 
@@ -82,7 +95,13 @@ def _explain(value: object) -> str:
             f"{_WANTED}, not the messages of a chat: make ids of them with "
             "tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
         )
-    return f"{_WANTED}, not {reprlib.repr(value)}"
+    return f"{_WANTED}, not {reprlib.repr(value)}{_place(value)}"
+
+
+def _place(value: object) -> str:
+    """Where the first value that is no token id stands in a list, which may be longer than what is shown of it."""
+    index = first_invalid(value) if isinstance(value, (list, tuple)) else None
+    return "" if index is None else f", where index {index} is {reprlib.repr(value[index])}"  # type: ignore[index]
 
 
 def _is_chat(value: object) -> bool:

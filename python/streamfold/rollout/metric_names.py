@@ -10,7 +10,8 @@ __all__ = ["METRICS", "markdown_table"]
 _PERCENTILES: Final = {"p50": "median", "p90": "90th percentile", "p99": "99th percentile"}
 _TIMES: Final = {
     "ttft": "time to first token of the calls that ended, in seconds from sending the request",
-    "itl": "time from one token to the next over all calls that ended, in seconds; tokens of one read share it evenly",
+    "itl": "time from one token to the next over all calls that ended, in seconds; tokens of one read share it evenly, "
+    "those of a call's first read have none",
     "latency": "time from sending a request to its last token, in seconds, of calls that the engine has finished",
 }
 

@@ -10,6 +10,7 @@ from streamfold.errors import StreamfoldError
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.rollout import parts_of
 from streamfold.rollout.tasks import wait_all
+from streamfold.rollout.user_code import UserCode
 from streamfold.rollout.watch import StallWatch
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ class Pool:
         tracker.return_failed()
         groups = tracker.ready[:n]
         if self._parts.sample_filter is not None:
-            self._parts.sample_filter(groups)
+            with UserCode("the sample filter"):
+                self._parts.sample_filter(groups)
         del tracker.ready[:n]
         for group in groups:
             tracker.deliver(group, self.version)

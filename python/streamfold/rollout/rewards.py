@@ -9,18 +9,35 @@ import inspect
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from streamfold.client.limits import Slots
+from streamfold.rollout.user_code import UserCode, exit_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from streamfold.samples.sample import Sample
 
-__all__ = ["Rewards", "as_number", "check_reward"]
+__all__ = ["RewardError", "Rewards", "as_number", "check_reward"]
 
 _logger = logging.getLogger("streamfold")
+
+_WHAT: Final = "the reward function"
+# A future does not accept the first, and the others would end who awaits it.
+_NO_RESULTS: Final = (StopIteration, SystemExit, GeneratorExit, asyncio.CancelledError)
+
+
+class RewardError(ValueError):
+    """A reward that cannot be trained on. The message names the sample.
+
+    Attributes:
+        kind: what is wrong, in the same words for every sample.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)  # the kind is no argument, so that str() and pickle do as for any error
+        self.kind = kind
 
 
 class Rewards:
@@ -43,9 +60,15 @@ class Rewards:
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     async def compute(self, judged: Any) -> Any:  # noqa: ANN401  # a sample, or a list of them with a list of rewards
-        """The result of the function for a sample or a list of samples. Raises what the function raises."""
-        made = self._function(judged) if self._is_async else await self._run_in_thread(judged)
-        return await made if inspect.isawaitable(made) else made
+        """The result of the function for a sample or a list of samples.
+
+        Raises:
+            RuntimeError: the function raised ``SystemExit``, or another exception that ends an event loop or a task.
+            Exception: anything else that the function raised.
+        """
+        with UserCode(_WHAT, self._function):
+            made = self._function(judged) if self._is_async else await self._run_in_thread(judged)
+            return await made if inspect.isawaitable(made) else made
 
     def warn_if_running(self) -> None:
         """Log how many threads are still running whose callers were cancelled."""
@@ -67,9 +90,9 @@ class Rewards:
             error: BaseException | None = None
             try:
                 made = context.run(self._function, judged)
-            except StopIteration as stop:  # a future does not accept it
-                error = RuntimeError("the reward function raised StopIteration")
-                error.__cause__ = stop
+            except _NO_RESULTS as failure:
+                error = exit_error(_WHAT, self._function, failure)
+                error.__cause__ = failure
             except BaseException as failure:  # noqa: BLE001  # raised where the result is awaited
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
@@ -106,21 +129,33 @@ def check_reward(sample: Sample, reward: object, key: str | None = None) -> None
         key: of the number in a dict that is trained on; None: not known.
 
     Raises:
-        ValueError: it is anything else; the message names the sample and what is wrong.
+        RewardError: it is anything else; the message names the sample and what is wrong.
     """
     if isinstance(reward, dict):
         numbers = {name: value for name, value in reward.items() if as_number(value) is not None}
         if key is not None:
             numbers[key] = reward.get(key)
         if not numbers:
-            raise ValueError(f"the reward of sample {sample.index} is {reward!r}: no value of this dict is a number")
+            message = f"the reward of sample {sample.index} is {reward!r}: no value of this dict is a number"
+            raise RewardError(message, "a dict without a number")
     else:
         numbers = {None: reward}
     for name, value in numbers.items():
-        number = as_number(value)
-        if number is None or not math.isfinite(number):
+        what = _flaw_of(value)
+        if what is not None:
             which = "" if name is None else f"[{name!r}]"
-            raise ValueError(f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number")
+            message = f"the reward{which} of sample {sample.index} is {value!r}: it must be a finite number"
+            raise RewardError(message, f"the reward{which} is {what}")
+
+
+def _flaw_of(value: object) -> str | None:
+    """What a value is that is no finite number: NaN, infinite or of another type; None: it is one."""
+    number = as_number(value)
+    if number is None:
+        return type(value).__name__
+    if math.isfinite(number):
+        return None
+    return "nan" if math.isnan(number) else "inf"
 
 
 def as_number(value: object) -> float | None:

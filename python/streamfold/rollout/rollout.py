@@ -13,6 +13,7 @@ from streamfold.rollout.generate import CompleteSample
 from streamfold.rollout.groups import count_tokens, samples_of, sort_key
 from streamfold.rollout.metrics import EventLoopLag, RolloutStats
 from streamfold.rollout.parts import RolloutHooks, RolloutParts
+from streamfold.rollout.user_code import UserCode
 from streamfold.rollout.watch import StallWatch
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Rollout:
     If a generate or reward function raises, the error is logged, the other samples of the group and the rollout
     continue, and the group is returned to the source at the end of the rollout with everything that it has.
     ``config.max_failures``, ``config.max_failure_rate`` and ``config.group_tries`` limit how often. A generate function
-    that raises is first called again for that sample: ``config.sample_retries``.
+    that raises is first called again for that sample: ``config.sample_retries``. ``sys.exit()`` in any of these
+    functions ends no process: it is a ``RuntimeError`` that names the function. A ``KeyboardInterrupt`` is let through.
 
     While no group comes in for a minute, a warning is logged, each minute: with the oldest group in flight, what its
     samples do, and the reasons for which others were dropped.
@@ -164,7 +166,8 @@ class Rollout:
                 tracker.record_remaining(scheduler)
                 groups = sorted(tracker.ready, key=sort_key)
                 if parts.sample_filter is not None:
-                    parts.sample_filter(groups)
+                    with UserCode("the sample filter"):
+                        parts.sample_filter(groups)
                 tracker.return_unused()
             except BaseException:
                 try:

@@ -21,6 +21,7 @@ from streamfold.rollout.groups import (
 from streamfold.rollout.rewards import as_number, check_reward
 from streamfold.rollout.spans import NO_SPANS
 from streamfold.rollout.tasks import AbortableTasks, Aborted, TimeLimit, wait_all
+from streamfold.rollout.user_code import UserCode
 from streamfold.samples.metadata import SECONDS, LastWrite, add_counts, metadata_of, own_metadata, remove_keys
 from streamfold.samples.reset import shorten
 from streamfold.samples.routing import session_of
@@ -29,7 +30,7 @@ from streamfold.samples.status import is_finished
 from streamfold.samples.subject import subject_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from streamfold.client.observer import Observer
     from streamfold.rollout.callbacks import Generate, Reward
@@ -253,8 +254,9 @@ class GroupRunner:
         limit = TimeLimit(None if seconds is None else max(0.0, seconds - spent))
         try:
             with observed(subject=subject_of(sample)):
-                work = self._generate(sample, params, aborted=self._abort_signal)
-                made = await self.tasks.run(work, self._abort_mode_of(sample), owner=outcome, limit=limit)
+                mode = self._abort_mode_of(sample)
+                work = _called(self._generate, sample, params, aborted=self._abort_signal)
+                made = await self.tasks.run(work, mode, owner=outcome, limit=limit)
         except Exception:
             if not limit.is_reached:
                 raise
@@ -289,7 +291,8 @@ class GroupRunner:
             truncate = getattr(self._generate, "truncate", None)
             if truncate is not None:
                 params = copy.deepcopy(dict(self._config.sampling_params))
-                made = await self.tasks.run(truncate(sample, params), "reward")  # waited for like a reward
+                work = _called(truncate, sample, params)
+                made = await self.tasks.run(work, "reward")  # waited for like a reward
         except BaseException:
             remove_keys(sample, SECONDS)  # otherwise it would fail at once, whenever it is tried again
             raise
@@ -302,7 +305,8 @@ class GroupRunner:
 
     def _abort_mode_of(self, sample: Sample) -> AbortMode:
         mode = getattr(self._generate, "abort_mode", "server")
-        mode = mode(sample) if callable(mode) else mode
+        with UserCode("the generate function's abort_mode", mode):
+            mode = mode(sample) if callable(mode) else mode
         return "request" if mode == "request" else "server"
 
     def _problem_of(self, made: Sample | list[Sample]) -> Exception | None:
@@ -381,6 +385,15 @@ class GroupRunner:
         for sample, value in zip(samples, values, strict=True):
             sample.reward = value
         self._stats.rewards += len(samples)
+
+
+async def _called(
+    generate: Callable[..., Awaitable[Sample | list[Sample]]],
+    *args: Any,  # noqa: ANN401  # those of Generate
+    **kwargs: Any,  # noqa: ANN401
+) -> Sample | list[Sample]:
+    with UserCode("the generate function", generate):
+        return await generate(*args, **kwargs)
 
 
 async def _run_all(work: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -14,6 +14,7 @@ from streamfold.rollout.outcome import GroupOutcome
 from streamfold.rollout.runner import GroupRunner
 from streamfold.rollout.spans import NO_SPANS
 from streamfold.rollout.tasks import wait_all
+from streamfold.rollout.user_code import UserCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -204,7 +205,8 @@ class GroupScheduler(Scheduler):
         if not self._runner.aborted:
             self._runner.stop_starting(keeps_rewards)
             try:
-                self._on_abort()
+                with UserCode("on_abort"):
+                    self._on_abort()
             except Exception:
                 _logger.exception("on_abort raised an error; the abort continues")
         if now:

@@ -20,6 +20,7 @@ from streamfold.rollout.groups import (
     unfinished_samples,
 )  # fmt: skip
 from streamfold.rollout.stale import StalePolicy
+from streamfold.rollout.user_code import UserCode
 from streamfold.samples.metadata import add_counts, count_of, enter
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class GroupTracker:
             n = min(n, self._config.max_groups_drawn - self._drawn)
         if n <= 0:
             return []
-        drawn = list(self._source.get_samples(n))  # a list: an exhausted generator would not be seen to be empty
+        with UserCode("get_samples of the source", self._source):
+            drawn = list(self._source.get_samples(n))  # a list: an exhausted generator would not be seen to be empty
         self.is_dry = not drawn
         self._drawn += len(drawn)
         self._stats.drawn += len(drawn)
@@ -225,7 +227,8 @@ class GroupTracker:
 
     def _apply_filter(self, group: Group, in_flight: int) -> None:
         try:
-            verdict = self._filter is None or self._filter(group, len(self.ready) + in_flight)
+            with UserCode("the filter"):
+                verdict = self._filter is None or self._filter(group, len(self.ready) + in_flight)
             keeps, reason = verdict if isinstance(verdict, tuple) else (verdict, None)
             _check_verdict(keeps)
         except BaseException:
@@ -323,7 +326,8 @@ class GroupTracker:
             self._prepare_return(group)
         self._returning += groups
         if self._returning:
-            self._source.add_samples(sorted(self._returning, key=sort_key))
+            with UserCode("add_samples of the source", self._source):
+                self._source.add_samples(sorted(self._returning, key=sort_key))
             self._returning = []
 
     def _prepare_return(self, group: Group) -> None:
@@ -348,7 +352,8 @@ class GroupTracker:
     def _forget(self, group: Group) -> None:
         done = getattr(self._source, "done", None)
         if done is not None:
-            done([group])
+            with UserCode("done of the source", self._source):
+                done([group])
 
 
 def _check_verdict(keeps: object) -> None:

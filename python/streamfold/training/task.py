@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.resources
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,16 +26,25 @@ def read_prompts(path: Path | None = None) -> list[dict[str, Any]]:
     """The prompts of a file, with ``prompt`` and ``label`` in each line; None: those that come with the package.
 
     Raises:
-        ValueError: a label is unknown; the message names the line.
+        ValueError: a line is anything else, its label is unknown, or there is no line; the message names the line.
     """
     source = importlib.resources.files("streamfold.training") / "prompts.jsonl" if path is None else path
-    prompts = [orjson.loads(line) for line in source.read_bytes().splitlines()]
-    for number, prompt in enumerate(prompts, start=1):
-        if prompt["label"] not in _IS_RIGHT:
-            raise ValueError(
-                f"{source}, line {number}: the label is {prompt['label']!r}, not one of {', '.join(_IS_RIGHT)}"
-            )
+    lines = source.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    prompts = [_prompt(line, f"{source}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise ValueError(f"{source} holds no prompt")
     return prompts
+
+
+def _prompt(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        prompt: dict[str, Any] = orjson.loads(line)
+        label, _ = prompt["label"], prompt["prompt"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f'{place}: not a JSON object like {{"prompt": "...", "label": "digits"}}') from None
+    if label not in list(_IS_RIGHT):  # a list: the label may be of any type
+        raise ValueError(f"{place}: the label is {label!r}, not one of {', '.join(_IS_RIGHT)}")
+    return prompt
 
 
 def reward(sample: Sample) -> float:

@@ -58,7 +58,14 @@ _PIECES = re.compile("|".join([*map(re.escape, SPECIAL_TOKENS), " [a-z]+"]))
 
 
 class MockTokenizer:
-    """Maps text to ids and back. ``vocab_size`` is at least 512: bytes, special tokens and the single words."""
+    """Maps text to ids and back.
+
+    Args:
+        vocab_size: at least 512: bytes, special tokens and the single words.
+
+    Raises:
+        ValueError: ``vocab_size`` is smaller.
+    """
 
     SMALLEST = len(_BASE_PIECES)
 
@@ -94,7 +101,11 @@ class MockTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Detokenize ids. Invalid UTF-8 becomes U+FFFD."""
+        """Detokenize ids, without special tokens if ``skip_special_tokens``. Invalid UTF-8 becomes U+FFFD.
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
         skipped = self.special_ids if skip_special_tokens else range(0)
         return b"".join(self.piece(token) for token in ids if token not in skipped).decode(errors="replace")
 
