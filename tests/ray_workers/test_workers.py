@@ -15,11 +15,11 @@ from streamfold import Buffer, Client, Rollout, StreamfoldError
 from streamfold.loopback import Loopback
 from streamfold.ray import RolloutWorkers
 from streamfold.ray.worker import Failure, pack_group, unpack_group
-from support.ray_jobs import Awkward, Make, Noting, TwoTurns, actors, config, failing, length
+from support.ray_jobs import Awkward, Make, Noting, TwoTurns, actors, config, failing, length, open_workers
 from support.rollouts import bounded, groups_of, snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
     from streamfold import Group
@@ -29,13 +29,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("_ray")]
 GROUPS = 8
 
 
-@contextlib.asynccontextmanager
-async def workers(engine: Loopback, config: Any, groups: int = GROUPS, **options: Any) -> AsyncIterator[RolloutWorkers]:
-    make = Make(engine.url, groups)
-    async with RolloutWorkers(
-        2, client=make.client, config=config, source=make.buffer, worker_options={"num_cpus": 0}, **options
-    ) as opened:
-        yield opened
+def workers(
+    engine: Loopback, config: Any, groups: int = GROUPS, **options: Any
+) -> contextlib.AbstractAsyncContextManager[RolloutWorkers]:
+    return open_workers(engine, config, groups, **options)
 
 
 async def until(holds: Callable[[], Any]) -> None:

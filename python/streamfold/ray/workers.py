@@ -54,9 +54,12 @@ class RolloutWorkers:
 
     Each worker is an actor with a client and an event loop. One more actor holds the buffer: all groups are drawn from
     it, and stay in it until the trainer has got them. What a worker has generated of them is reported there each half
-    second, sample by sample, and turn by turn. If a worker dies, Ray starts it again, and others continue with its
-    groups; only what its unfinished calls had streamed is generated again. A group with which ``config.group_tries``
-    workers die fails. Between processes samples are arrays in Ray's object store, in the form of a buffer's file.
+    second, with the tokens that the open calls of :func:`~streamfold.complete` have received so far. If a worker dies,
+    Ray starts it again, and others continue with its groups from these tokens. Generated again is only what was
+    streamed since the last report: half a second, or 20 times the time that a report of all running samples takes, if
+    that is longer; and what calls stream that a ``generate`` function makes in another way. A group with which
+    ``config.group_tries`` workers die fails. Between processes samples are arrays in Ray's object store, in the form of
+    a buffer's file.
 
     The arguments are pickled. Exceptions of these functions are raised or logged with their traceback in the worker.
 
