@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayActorError
 
 from streamfold import append_observation, complete
 from streamfold.loopback import Loopback
 from streamfold.ray import worker as worker_module
+from streamfold.ray.buffer import RemoteScheduler, WorkerSet
 from streamfold.ray.worker import Report, Setup, Worker, pack_group, unpack_group
+from streamfold.rollout.metrics import RolloutStats
 from streamfold.samples.sample import Sample
 from support.ray_jobs import Make, config, undisturbed
+from support.replay import until
 from support.rollouts import append, bounded, groups_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from streamfold import Client
 
@@ -161,3 +166,80 @@ async def test_all_groups_together_take_a_twentieth_of_the_time_at_most(monkeypa
     full = [seconds for seconds, groups in rests if groups == 3]
     assert max(full) == pytest.approx(19 * 0.6)
     assert min(full) > 19 * 0.29
+
+
+class ScriptedActor:
+    """Stands for a worker's actor: reports so many tokens of each sample, one report after the other, and dies or not.
+
+    Attributes:
+        given: the tokens of the samples that it was given.
+    """
+
+    def __init__(self, *reports: tuple[int, ...], dies: bool) -> None:
+        self.reports = reports
+        self.dies = dies
+        self.given: list[list[int]] = []
+        self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
+        self.open = SimpleNamespace(remote=self._open)
+
+    async def _open(self) -> None:
+        raise ActorDiedError
+
+    async def _run(self, _epoch: int, packed: Any, _started: int, _version: int | None) -> AsyncIterator[Any]:
+        self.given = [sample.tokens for sample in unpack_group(packed)]
+        for lengths in self.reports:
+            group = unpack_group(packed)
+            for sample, length in zip(group, lengths, strict=True):
+                append(sample, length)
+                sample.status = Sample.Status.ABORTED
+            changed = [place for place, length in enumerate(lengths) if length]
+            elements = [pack_group([group[place]]) for place in changed]
+            for array in elements:
+                array.flags.writeable = False  # as what comes out of the object store
+            yield _ready(Report(changed, elements))
+        if self.dies:
+            raise RayActorError
+
+
+async def _ready(report: Report) -> Report:
+    return report
+
+
+async def test_the_next_worker_gets_each_sample_as_the_dead_one_has_reported_it_last() -> None:
+    dead = ScriptedActor((2, 0), (5, 0), (0, 3), dies=True)
+    alive = ScriptedActor((1, 1), dies=False)
+    group = groups_of(1)[0]
+    prompts = [list(sample.tokens) for sample in group]
+    workers = WorkerSet([dead, alive])
+    scheduler = RemoteScheduler(config(1), workers, RolloutStats(), None)
+    scheduler.start(group, 0)
+    outcome = await bounded(scheduler.next_outcome())
+    workers.close()
+    assert dead.given == prompts
+    assert [len(tokens) - len(prompt) for tokens, prompt in zip(alive.given, prompts, strict=True)] == [5, 3]
+    assert [sample.response_length for sample in outcome.group] == [6, 4]
+
+
+async def test_a_report_of_a_group_in_flight_is_in_the_group_once_it_is_asked_for() -> None:
+    actor = ScriptedActor((2, 0), (5, 1), dies=False)
+    goes_on = asyncio.Event()
+    run = actor._run
+
+    async def held(*args: Any) -> AsyncIterator[Any]:
+        async for reference in run(*args):
+            yield reference
+        await goes_on.wait()
+
+    actor.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=held))
+    group = groups_of(1)[0]
+    scheduler = RemoteScheduler(config(1), WorkerSet([actor]), RolloutStats(), None)
+    scheduler.start(group, 0)
+
+    def lengths() -> list[int]:
+        scheduler.apply_reports()
+        return [sample.response_length for sample in group]
+
+    await until(lambda: lengths() == [5, 1])
+    goes_on.set()
+    await bounded(scheduler.next_outcome())
+    assert lengths() == [5, 1]
