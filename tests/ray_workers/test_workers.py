@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from streamfold import Buffer, Client, Rollout, StreamfoldError
+from streamfold import Buffer, Client, Rollout, StreamfoldError, Trace
 from streamfold.loopback import Loopback
 from streamfold.ray import RolloutWorkers
 from streamfold.ray.worker import Failure, pack_group, unpack_group
@@ -285,7 +285,7 @@ def test_an_exception_arrives_with_its_traceback_and_type_where_it_can() -> None
         assert "raise error" in str(arrived.__cause__)
 
 
-def test_what_cannot_make_a_client_or_a_buffer_is_refused() -> None:
+def test_what_cannot_make_a_client_or_a_buffer_or_is_of_one_process_is_refused(tmp_path: Path) -> None:
     make = Make("http://127.0.0.1:9", 1)
     fine: dict[str, Any] = {"client": make.client, "source": make.buffer, "config": config(1)}
     with pytest.raises(TypeError, match="client must be a function that makes a Client"):
@@ -294,4 +294,6 @@ def test_what_cannot_make_a_client_or_a_buffer_is_refused() -> None:
         RolloutWorkers(2, **{**fine, "source": make.buffer()})
     with pytest.raises(ValueError, match="num_workers must be at least 1"):
         RolloutWorkers(0, **fine)
+    with Trace(tmp_path / "trace.json") as trace, pytest.raises(ValueError, match="one for each worker: Client"):
+        RolloutWorkers(2, **{**fine, "config": config(1, trace=trace)})
     assert repr(RolloutWorkers(2, **fine)).startswith("<RolloutWorkers: 2, closed")

@@ -78,7 +78,7 @@ class RolloutWorkers:
         worker_options: of Ray for the workers' actors, as ``{"num_cpus": 1}``, which is the default.
 
     Raises:
-        ValueError: ``num_workers`` is below 1.
+        ValueError: ``num_workers`` is below 1, or ``config`` has a ``trace``: each worker's client needs its own.
         TypeError: ``client`` or ``source`` cannot be called.
     """
 
@@ -102,6 +102,11 @@ class RolloutWorkers:
         for name, made, given in (("client", "Client", client), ("source", "Buffer", source)):
             if not callable(given):
                 raise TypeError(f"{name} must be a function that makes a {made}, as functools.partial({made}, ...)")
+        if config.trace is not None:
+            raise ValueError(
+                f"config has a trace ({config.trace.path}), which is one file of one process: leave it out, and let "
+                'the function client make one for each worker: Client(url, trace=Trace(f"trace-{os.getpid()}.json"))'
+            )
         self._num_workers = num_workers
         self._version = version
         self._config = config
