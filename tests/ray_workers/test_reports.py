@@ -81,6 +81,13 @@ async def test_reports_hold_the_tokens_of_open_calls_as_an_abort_would_keep_them
         sample.check()
 
 
+@pytest.mark.usefixtures("_often")
+async def test_what_is_of_no_use_is_not_reported() -> None:
+    with Loopback(token_rate=300) as engine:
+        reports = await bounded(reports_of(worker_for(engine, partial_rollout=False)))
+    assert {sample.response_length for sample in samples_in(reports)} == {TOKENS}, "it would start again"
+
+
 class ToolBetween:
     """Generates a turn, waits for its tool, and generates another one."""
 

@@ -173,11 +173,12 @@ class Worker:
         if version is not None:
             self._version = max(self._version, version)
         scheduler, ended = self._start(epoch, group, started, changes=version is not None)
-        states = [_state(element) for element in group]
+        streams = self._setup.config.partial_rollout  # otherwise a sample whose worker dies starts again
+        states = [_state(element, streams=streams) for element in group]
         try:
             while not (await asyncio.wait([ended], timeout=self._rest()))[0]:
                 began_at = time.thread_time()
-                before, states = states, [_state(element) for element in group]
+                before, states = states, [_state(element, streams=streams) for element in group]
                 changed = [at for at, state in enumerate(states) if state != before[at]]
                 if changed:
                     report = Report(changed, [pack_group([_snapshot(scheduler, group[at])]) for at in changed])
@@ -259,10 +260,10 @@ class Worker:
         return taken
 
 
-def _state(element: Any) -> list[tuple[object, ...]]:  # noqa: ANN401  # a sample, or a list of them
-    """What tells whether an element of a group has changed."""
+def _state(element: Any, *, streams: bool) -> list[tuple[object, ...]]:  # noqa: ANN401  # a sample, or a list of them
+    """What tells whether an element of a group has changed; ``streams``: what calls have received so far counts."""
     samples = samples_of([element])
-    return [(id(s), s.status, s.response_length, s.reward is None, running_tokens(s)) for s in samples]
+    return [(id(s), s.status, s.response_length, s.reward is None, streams and running_tokens(s)) for s in samples]
 
 
 def _snapshot(scheduler: Scheduler, element: Any) -> Any:  # noqa: ANN401  # a sample, or a list of them

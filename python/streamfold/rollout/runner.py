@@ -276,7 +276,7 @@ class GroupRunner:
                 raise
             made = sample
         finally:
-            del self._generating[id(sample)]
+            self._generating.pop(id(sample), None)
             if seconds is not None:
                 spent += clock() - started_at
                 # A sum of times may be short by its rounding.
