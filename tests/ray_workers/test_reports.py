@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ async def test_all_groups_together_take_a_twentieth_of_the_time_at_most(monkeypa
         return pack_group(group)
 
     rests: list[tuple[float, int]] = []
-    monkeypatch.setattr(worker_module.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(worker_module, "_REPORT_SECONDS", 0.02)
     monkeypatch.setattr(worker_module, "pack_group", pack_slowly)
     with Loopback(token_rate=300) as engine:

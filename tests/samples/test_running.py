@@ -73,7 +73,7 @@ async def test_a_snapshot_is_what_an_abort_at_this_moment_leaves(speech: Speech,
 
 
 async def test_side_data_that_has_not_come_is_missing_as_after_an_abort() -> None:
-    running = [head(), chunk(event([1, 2], 2)), HANG]
+    running: list[Step] = [head(), chunk(event([1, 2], 2)), HANG]
     async with SGLANG.replay(running) as server:
         async with SGLANG.client(server.url, timeouts=AT_ONCE, experts=SHAPE) as client:
             _, seen, aborted = await looked_at_and_aborted(client, sample_of(max_new_tokens=20), 2)
@@ -81,7 +81,7 @@ async def test_side_data_that_has_not_come_is_missing_as_after_an_abort() -> Non
             assert seen.rollout_routed_experts is None
             assert state(seen) == state(aborted)
         async with SGLANG.client(server.url, timeouts=AT_ONCE) as client:
-            params = {"custom_params": {"return_top_p_token_ids": True}, "top_p": 0.9}
+            params: dict[str, Any] = {"custom_params": {"return_top_p_token_ids": True}, "top_p": 0.9}
             sample = sample_of(max_new_tokens=20, **params)
             _, seen, aborted = await looked_at_and_aborted(client, sample, 2)
             assert state(seen) == state(aborted)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from streamfold import Buffer, Client, Experts, RolloutConfig
 from streamfold.samples.sample import Sample
@@ -61,7 +61,8 @@ def undisturbed(engine: Loopback, sample: Sample, params: dict[str, Any]) -> Sam
     prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
     whole = engine.undisturbed(prompt, params, return_logprob=True)
     tokens = [*prompt, *whole.token_ids]
-    return Sample(tokens=tokens, rollout_log_probs=whole.logprobs, response_length=len(whole.token_ids))
+    log_probs = cast("list[float]", whole.logprobs)
+    return Sample(tokens=tokens, rollout_log_probs=log_probs, response_length=len(whole.token_ids))
 
 
 def length(sample: Sample) -> float:

@@ -97,8 +97,8 @@ async def test_a_snapshot_is_all_that_has_come_and_the_stream_goes_on(way: Way) 
     for gate, payload in zip(gates, events(4), strict=True):
         steps += [gate, chunk(payload)]
     async with way.replay([*steps, chunk(DONE), LAST_CHUNK, END]) as server, way.driving() as driver:
-        driven, fresh = Driven(driver, asked(server.url)), Parser(**STREAM)
-        assert driven.exchange.snapshot() == Parser(**STREAM).take()
+        driven, fresh = Driven(driver, asked(server.url)), Parser(STREAM["dialect"])
+        assert driven.exchange.snapshot() == Parser(STREAM["dialect"]).take()
         for come, (gate, payload) in enumerate(zip(gates, events(4), strict=True), 1):
             gate.set()
             await until(partial(has_come, driven, come))
