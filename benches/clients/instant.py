@@ -71,6 +71,10 @@ class InstantExchange:
         """A copy of the tokens received so far."""
         return self._parser.token_ids()
 
+    def snapshot(self) -> Generation:
+        """A copy of what the reply has brought so far."""
+        return self._parser.snapshot()
+
     def notify_at(self, count: int) -> bool:
         """All tokens come at once."""
         return self.token_count >= count

@@ -153,11 +153,10 @@ class Exchange:
         """Bytes of memory held, without the request's body."""
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far: int32 ``[n]``. Empty after :meth:`take`."""
+    def snapshot(self) -> Generation:
+        """Return a copy of what the stream has brought so far, which goes on. Empty after :meth:`take`."""
     def notify_at(self, count: int) -> bool:
-        """Report ``"tokens"`` once, when ``count`` tokens have come; this replaces an earlier ``count``.
-
-        Returns whether they have come already: then nothing is reported.
-        """
+        """Report ``"tokens"`` once ``count`` have come, in place of an earlier ``count``. Returns whether they have."""
     def take(self) -> Generation:
         """Return what the stream has brought so far, at any time; it is not read any further. Empty the second time."""
     def take_body(self) -> bytes:
@@ -367,12 +366,11 @@ class Parser:
         """The number of tokens received so far."""
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far: int32 ``[n]``. Raises ``ValueError`` after :meth:`take`."""
+    def snapshot(self) -> Generation:
+        """Return a copy of the tokens and side data received so far, and go on. ``ValueError`` after :meth:`take`."""
     @property
     def finished(self) -> bool:
-        """Whether the generation has its finish reason, from the terminal event or because of ``token_limit``.
-
-        vLLM sends the usage after the terminal event.
-        """
+        """Whether there is a finish reason: of the terminal event (vLLM sends usage after it) or by ``token_limit``."""
     @property
     def overrun(self) -> bool:
         """Whether the generation ended because it went past ``token_limit``. The engine does not know that."""

@@ -25,7 +25,7 @@ def test_a_client_and_a_call_show_only_what_their_users_need() -> None:
     }
     assert public(Call) == {
         *("abort", "aborting", "error", "rid", "tries"),
-        *("token_ids", "wait_tokens"),
+        *("token_ids", "snapshot", "wait_tokens"),
         *("age", "token_count", "tokens_per_second", "ttft", "last_event"),
     }
     client = Client("127.0.0.1:9")

@@ -21,6 +21,7 @@ from support.replay import (
     Replay,
     Step,
     chunk,
+    dripped,
     event,
     events,
     head,
@@ -106,6 +107,56 @@ async def test_a_look_is_a_copy_in_every_state_of_the_call(transport: Any) -> No
         call.token_ids()[:] = 9
         assert part.token_ids.tolist() == call.token_ids().tolist() == [3, 1, 2]
         assert await call.wait_tokens(4) == 3
+
+
+@TRANSPORTS
+async def test_a_snapshot_is_what_an_abort_at_this_moment_gives(transport: Any) -> None:
+    steps: list[Step] = [head(), chunk(event([3, 1, 2], 3)), HANG]
+    asked = {"max_new_tokens": 9, "top_p": 0.5}
+    async with Replay(steps) as server, Client(server.url, transport=transport) as client:
+        call, other = client.start(PROMPT, asked, top_p=True), client.start(PROMPT, asked, top_p=True)
+        none = call.snapshot()
+        assert (none.token_ids.tolist(), none.text, none.finish_reason, none.missing) == ([], None, None, ())
+        assert none.logprobs is not None
+        for each in (call, other):
+            await asyncio.wait_for(each.wait_tokens(3), 30)
+        part = call.snapshot()
+        assert part.token_ids.tolist() == [3, 1, 2]
+        assert part.missing == ("top_p",)
+        assert part.timings is not None
+        assert not call.aborting
+        part.token_ids[:] = 9
+        assert (part.text, part.finish_reason) == ((await other.abort(drain=0)).text, None)
+        assert call.snapshot() == await other.abort()
+        assert await call.abort(drain=0) == call.snapshot() == await other.abort()
+        assert call.snapshot() is await call.abort(), "it has ended"
+
+
+@TRANSPORTS
+async def test_a_call_ends_as_it_would_if_nobody_had_looked(transport: Any) -> None:
+    payloads = events(60)
+    steps: list[Step] = [head(), *dripped(map(chunk, payloads), 97), chunk(DONE), LAST_CHUNK, END]
+    async with Replay(steps) as server, Client(server.url, transport=transport) as client:
+        call, undisturbed = client.start(PROMPT, ASKED), client.start(PROMPT, ASKED)
+        seen = 0
+        while not call.error and call.token_count < 60:
+            snapshot = call.snapshot()
+            assert len(snapshot.token_ids) == call.token_count >= seen
+            assert snapshot.token_ids.tolist() == [*range(1, 1 + call.token_count)]
+            seen = call.token_count
+            await asyncio.sleep(0)
+        assert await call == await undisturbed == call.snapshot()
+
+
+@TRANSPORTS
+async def test_a_snapshot_between_two_tries_is_empty_and_the_next_try_goes_on(transport: Any) -> None:
+    async with Replay() as server, Client(server.url, transport=transport, retries=LATER) as client:
+        server.routes[server.path] = in_turn(server, BUSY)
+        call = client.start(PROMPT, ASKED)
+        await until(lambda: client.retried)
+        assert [call.snapshot().token_ids.tolist() for _ in range(3)] == [[]] * 3
+        assert (await call.abort()).token_ids.tolist() == []
+        assert call.error is None
 
 
 @TRANSPORTS

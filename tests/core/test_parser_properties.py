@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -19,7 +20,7 @@ from reference import Reading, differences, exact, read
 from streamfold import StreamfoldError
 from streamfold.loopback.core.reply import Reply, length, stopped
 from streamfold.loopback.sglang import wire
-from support.bodies import DONE, event, finish
+from support.bodies import DONE, event, finish, pieces
 from support.folding import Folded, check_owned, fold, folded, parser_for
 from support.written import Written
 from support.written import written as written_by_sglang
@@ -124,6 +125,27 @@ def test_the_obvious_reader_agrees_on_damaged_streams(stream: Written, aborted: 
 
 
 # --- the invariants --------------------------------------------------------------------------------------------------
+
+
+@examples
+@given(st.data(), written() | damaged())
+def test_a_snapshot_is_what_the_bytes_so_far_give_and_changes_nothing(data: st.DataObject, stream: Written) -> None:
+    """Invariant: folding goes on as if nobody had looked, and every look shows what has been folded."""
+    parser, before = parser_for(stream.dialect, **stream.asked), b""
+    for piece in pieces(stream.body, sorted(data.draw(cuts(stream.body)))):
+        before += piece
+        fresh = parser_for(stream.dialect, **stream.asked)
+        with contextlib.suppress(StreamfoldError):
+            fresh.feed(before)
+        with contextlib.suppress(StreamfoldError):
+            parser.feed(piece)
+        assert parser.snapshot() == parser.snapshot() == fresh.take()
+    error = None
+    try:
+        parser.close()
+    except StreamfoldError as raised:
+        error = raised
+    assert folded(parser, error) == fold(stream.body, stream.dialect, **stream.asked)
 
 
 @examples

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 collect_ignore_glob = [
-    *([] if importlib.util.find_spec("ray") else ["test_workers.py"]),
+    *([] if importlib.util.find_spec("ray") else ["test_workers.py", "test_reports.py", "test_deaths.py"]),
     *([] if all(map(importlib.util.find_spec, ("ray", "torch", "transformers"))) else ["test_training.py"]),
 ]
 

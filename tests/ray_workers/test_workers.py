@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from streamfold import Buffer, Client, Rollout, StreamfoldError
+from streamfold import Buffer, Client, Rollout, StreamfoldError, Trace
 from streamfold.loopback import Loopback
 from streamfold.ray import RolloutWorkers
 from streamfold.ray.worker import Failure, pack_group, unpack_group
-from support.ray_jobs import Awkward, Make, Noting, TwoTurns, actors, config, failing, length
+from support.ray_jobs import Awkward, Make, Noting, TwoTurns, actors, config, failing, length, open_workers
 from support.rollouts import bounded, groups_of, snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
     from streamfold import Group
@@ -29,13 +29,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("_ray")]
 GROUPS = 8
 
 
-@contextlib.asynccontextmanager
-async def workers(engine: Loopback, config: Any, groups: int = GROUPS, **options: Any) -> AsyncIterator[RolloutWorkers]:
-    make = Make(engine.url, groups)
-    async with RolloutWorkers(
-        2, client=make.client, config=config, source=make.buffer, worker_options={"num_cpus": 0}, **options
-    ) as opened:
-        yield opened
+def workers(
+    engine: Loopback, config: Any, groups: int = GROUPS, **options: Any
+) -> contextlib.AbstractAsyncContextManager[RolloutWorkers]:
+    return open_workers(engine, config, groups, **options)
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -288,7 +285,7 @@ def test_an_exception_arrives_with_its_traceback_and_type_where_it_can() -> None
         assert "raise error" in str(arrived.__cause__)
 
 
-def test_what_cannot_make_a_client_or_a_buffer_is_refused() -> None:
+def test_what_cannot_make_a_client_or_a_buffer_or_is_of_one_process_is_refused(tmp_path: Path) -> None:
     make = Make("http://127.0.0.1:9", 1)
     fine: dict[str, Any] = {"client": make.client, "source": make.buffer, "config": config(1)}
     with pytest.raises(TypeError, match="client must be a function that makes a Client"):
@@ -297,4 +294,6 @@ def test_what_cannot_make_a_client_or_a_buffer_is_refused() -> None:
         RolloutWorkers(2, **{**fine, "source": make.buffer()})
     with pytest.raises(ValueError, match="num_workers must be at least 1"):
         RolloutWorkers(0, **fine)
+    with Trace(tmp_path / "trace.json") as trace, pytest.raises(ValueError, match="one for each worker: Client"):
+        RolloutWorkers(2, **{**fine, "config": config(1, trace=trace)})
     assert repr(RolloutWorkers(2, **fine)).startswith("<RolloutWorkers: 2, closed")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from streamfold import Buffer, Client, Experts, RolloutConfig
 from streamfold.samples.sample import Sample
 from support.rollouts import append, groups_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
+
+    from streamfold.loopback import Loopback
+    from streamfold.ray import RolloutWorkers
 
 SHAPE = Experts(4, 2, num_experts=16)
 
@@ -36,6 +40,29 @@ class Make:
 
     def buffer(self) -> Buffer:
         return Buffer(groups_of(self.groups))
+
+
+@contextlib.asynccontextmanager
+async def open_workers(
+    engine: Loopback, config: RolloutConfig, groups: int, **options: Any
+) -> AsyncIterator[RolloutWorkers]:
+    """Two workers on an engine, which share a buffer of so many groups."""
+    from streamfold.ray import RolloutWorkers  # noqa: PLC0415 - the actors of a test need it first
+
+    make = Make(engine.url, groups)
+    async with RolloutWorkers(
+        2, client=make.client, config=config, source=make.buffer, worker_options={"num_cpus": 0}, **options
+    ) as opened:
+        yield opened
+
+
+def undisturbed(engine: Loopback, sample: Sample, params: dict[str, Any]) -> Sample:
+    """The sample as the engine gives it to one that nobody disturbs."""
+    prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
+    whole = engine.undisturbed(prompt, params, return_logprob=True)
+    tokens = [*prompt, *whole.token_ids]
+    log_probs = cast("list[float]", whole.logprobs)
+    return Sample(tokens=tokens, rollout_log_probs=log_probs, response_length=len(whole.token_ids))
 
 
 def length(sample: Sample) -> float:

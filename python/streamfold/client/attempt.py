@@ -162,13 +162,20 @@ class Attempt(Progress):
     def take(self) -> Generation:
         """Return what was received. Nothing more is parsed afterwards."""
         if self._generation is None:
-            generation = self._request.nothing() if self._exchange is None else self._exchange.take()
-            if self._lacks_abort:
-                generation = replaced(generation, finish_reason="abort")
-            self._generation = generation
+            taken = self._request.nothing() if self._exchange is None else self._exchange.take()
+            self._generation = generation = self._completed(taken)
             if isinstance(self.error, EngineTimeout) and generation.finish_reason in ("stop", "length"):
                 self.error = None  # the terminal event arrived during the abort
         return self._generation
+
+    def snapshot(self) -> Generation:
+        """A copy of what was received so far; of nothing that runs anything changes."""
+        if self._generation is not None:
+            return replaced(self._generation)
+        return self._request.nothing() if self._exchange is None else self._completed(self._exchange.snapshot())
+
+    def _completed(self, generation: Generation) -> Generation:
+        return replaced(generation, finish_reason="abort") if self._lacks_abort else generation
 
     # Ending early.
 

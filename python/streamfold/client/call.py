@@ -62,6 +62,16 @@ class Call:
         """A copy of the tokens received so far: int32 ``[n]``. At any time, also after the end."""
         return self._runner.token_ids()
 
+    def snapshot(self) -> Generation:
+        """Everything received so far, as a generation of its own, at any time. The call goes on undisturbed.
+
+        It is what :meth:`abort` would return now if it did not drain: an empty one before the first token; while the
+        response streams, without a finish reason and without what only the terminal event carries (``missing`` says
+        what); after the end the generation of the call, also if it failed. It copies all tokens, 12 bytes each, and
+        the text: look at :attr:`token_count` where a number is enough.
+        """
+        return self._runner.snapshot()
+
     async def wait_tokens(self, n: int) -> int:
         """Wait until ``n`` tokens have been received, or the call ends, also if it fails: only awaiting it raises.
 

@@ -130,6 +130,16 @@ class CallRunner:
         """A copy of the tokens received so far: int32 ``[n]``."""
         return self.ended.result().token_ids.copy() if self.ended.done() else self._attempt.token_ids()
 
+    def snapshot(self) -> Generation:
+        """What was received so far: what an abort without a drain would give now."""
+        return self.ended.result() if self.ended.done() else self._noted(self._attempt.snapshot())
+
+    def _noted(self, generation: Generation) -> Generation:
+        """A generation of the current try, with what is missing in it, and when its tokens came."""
+        missing, timings = self._missing.names(self._request, generation), self._attempt.timings(self.started_at)
+        generation._complete(missing, timings)  # noqa: SLF001  # nobody has the generation yet
+        return generation
+
     def generation(self) -> Generation:
         """What was received, when the call has ended."""
         return self.ended.result()
@@ -419,9 +429,7 @@ class CallRunner:
         """The one place where a call ends."""
         if self.ended.done():
             return
-        generation = self._attempt.take()
-        missing, timings = self._missing.names(self._request, generation), self._attempt.timings(self.started_at)
-        generation._complete(missing, timings)  # noqa: SLF001  # nobody has the generation yet
+        generation = self._noted(self._attempt.take())
         error = self._attempt.error
         if self._is_aborting and self._may_retry(error):
             error = None  # the failure would have been retried: the abort ended the call

@@ -93,7 +93,10 @@ class Trace(Observer):
         return f"<Trace to {self.path}{'' if self._file is not None else ', closed'}>"
 
     def __reduce__(self) -> str:
-        raise TypeError(f"a Trace writes one file ({self.path}) in one process: it cannot be pickled or copied")
+        raise TypeError(
+            f"a Trace cannot be pickled or copied, since it writes one file ({self.path}) in one process: make one in "
+            'each process, with a file of its own, as Client(url, trace=Trace(f"trace-{os.getpid()}.json"))'
+        )
 
     def close(self) -> None:
         """End all calls that are open, and the file. Idempotent."""

@@ -1,14 +1,15 @@
 """``BufferActor``: the actor that holds the buffer, and gives its groups to the workers and to the trainer.
 
-A group that a worker generates stays here, in the state that the worker reported last. If the worker dies, another one
-gets the group as it is here. Only what a call reports is used, so no group comes back twice.
+A group that a worker generates stays here, in the state that the worker reported last, with what its open calls had
+streamed. If the worker dies, another one gets the group as it is here. Only what a call reports is used, so no group
+comes back twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
@@ -54,6 +55,33 @@ class WorkerHandle:
     actor: Any
     in_flight: int = 0
     is_alive: bool = True
+
+
+@dataclass(eq=False)
+class _Reported:
+    """What a worker has reported of a group in flight.
+
+    It is unpacked when it is used: that takes the time of the one actor that all workers report to, and most reports
+    are followed by another one.
+
+    Attributes:
+        outcome: of the group.
+        elements: the latest ones, packed, by their position.
+    """
+
+    outcome: GroupOutcome
+    elements: dict[int, Packed] = field(default_factory=dict)
+
+    def add(self, report: Report) -> None:
+        """Keep what a report has brought."""
+        for position, packed in zip(report.positions, report.elements, strict=True):
+            self.elements[position] = packed.copy()  # it would stay in the object store
+
+    def apply(self) -> None:
+        """Bring the group to the state that was reported last."""
+        for position, packed in self.elements.items():
+            self.outcome.group[position] = unpack_group(packed)[0]
+        self.elements.clear()
 
 
 class WorkerSet:
@@ -139,6 +167,7 @@ class RemoteScheduler(Scheduler):
         self._version = version
         self._epoch = workers.next_epoch()
         self._is_aborted = False
+        self._reported: set[_Reported] = set()
 
     @property
     def aborted(self) -> bool:
@@ -170,6 +199,11 @@ class RemoteScheduler(Scheduler):
         if cancelled is not None:
             raise cancelled
 
+    def apply_reports(self) -> None:
+        """Bring all groups in flight to the state that was reported last."""
+        for reported in self._reported:
+            reported.apply()
+
     async def _run(self, outcome: GroupOutcome) -> None:
         for _ in range(self._config.group_tries):
             worker = await self._workers.pick(self)
@@ -183,22 +217,29 @@ class RemoteScheduler(Scheduler):
         """Run a group on a worker until it has ended; False if the worker has died."""
         samples = len(unfinished_samples(outcome.elements))
         worker.in_flight += samples
+        reported = _Reported(outcome)
+        self._reported.add(reported)
         try:
             version = None if self._version is None else self._version()
             run = worker.actor.run.options(num_returns="streaming")
-            async for report in run.remote(self._epoch, pack_group(outcome.group), outcome.version, version):
-                self._apply(outcome, await report)
+            async for reference in run.remote(self._epoch, pack_group(outcome.group), outcome.version, version):
+                report: Report = await reference
+                reported.add(report)
+                self._note(report, reported)
         except RayActorError as error:
             self._workers.lose(worker, error)
             return False
         finally:
             worker.in_flight -= samples
+            self._reported.remove(reported)
+            reported.apply()
         return True
 
-    def _apply(self, outcome: GroupOutcome, report: Report) -> None:
-        """Bring a group to the state that a worker has reported."""
-        for position, element in zip(report.positions, unpack_group(report.elements), strict=True):
-            outcome.group[position] = element
+    def _note(self, report: Report, reported: _Reported) -> None:
+        """Note how a group has ended."""
+        outcome = reported.outcome
+        if report.failures:
+            reported.apply()  # they are those of samples
         samples = samples_of(outcome.elements)
         outcome.failures += [(samples[failure.position], failure.exception()) for failure in report.failures]
         outcome.is_cancelled = report.is_cancelled
@@ -230,6 +271,7 @@ class BufferActor:
         self._in_flight = in_flight
         self._version = 0
         self._pool: Pool | None = None
+        self._current: RemoteScheduler | None = None
         self._given: dict[int, list[Group]] = {}  # by the ticket of the call that was given them, until it has them
         self._void: set[int] = set()  # tickets of calls that were cancelled before they got any
 
@@ -243,7 +285,8 @@ class BufferActor:
         return list(await asyncio.gather(*(actor.open.remote() for actor in actors)))
 
     def _scheduler(self, stats: RolloutStats, version: Callable[[], int] | None) -> RemoteScheduler:
-        return RemoteScheduler(self._setup.config, self._workers, stats, version)
+        self._current = RemoteScheduler(self._setup.config, self._workers, stats, version)
+        return self._current
 
     async def run(self, rollout_id: int, ticket: int) -> tuple[list[Packed], dict[str, float], str]:
         """One rollout: its groups, metrics and shortage."""
@@ -302,6 +345,8 @@ class BufferActor:
 
     async def save(self, path: str) -> None:
         """Write the buffer to a file of this node."""
+        if self._current is not None:
+            self._current.apply_reports()
         await asyncio.to_thread(self._buffer.saving(path))
 
     async def close(self) -> None:

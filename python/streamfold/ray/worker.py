@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,7 @@ from streamfold.rollout.groups import restart_samples, samples_of, unfinished_sa
 from streamfold.rollout.metrics import RolloutStats
 from streamfold.rollout.outcome import GroupOutcome
 from streamfold.rollout.rollout import Rollout, parts_of
+from streamfold.samples.running import running_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "Report", "Setup", "Worker", "pack_group", "unpack_group"]
 
-_REPORT_SECONDS: Final = 0.5  # between two reports of a group: what a worker that dies may take along
+_REPORT_SECONDS: Final = 0.5  # between two reports of a group, at least: what a worker that dies may take along
+# A report copies all tokens of the samples that have changed, so it takes longer as these grow. All groups report so
+# rarely that together they take a twentieth of the worker's time at most.
+_REST_SHARE: Final = 19.0
 
 
 def pack_group(group: AnyGroup) -> Packed:
@@ -102,14 +107,14 @@ class Report:
 
     Attributes:
         positions: of the elements that have changed.
-        elements: these elements, packed as a group.
+        elements: these elements, each packed as a group of its own.
         failures: of its samples.
         is_cancelled: whether something other than an abort cancelled it.
         stats: counts since the last report of the worker.
     """
 
     positions: list[int]
-    elements: Packed
+    elements: list[Packed]
     failures: list[Failure] = field(default_factory=list)
     is_cancelled: bool = False
     stats: RolloutStats = field(default_factory=RolloutStats)
@@ -135,6 +140,7 @@ class Worker:
         self._stats = RolloutStats()
         self._ended: dict[int, asyncio.Future[GroupOutcome]] = {}  # by the id of the group's list
         self._collector: asyncio.Task[None] | None = None
+        self._costs: dict[int, float] = {}  # CPU seconds of each group's latest report, by the id of its list
 
     async def open(self) -> int:
         """Open the client, if it is not open; returns the process id."""
@@ -152,6 +158,8 @@ class Worker:
     async def run(self, epoch: int, packed: Packed, started: int, version: int | None) -> AsyncIterator[Report]:
         """Generate a group: yields what has changed in it now and then, and at its end its outcome.
 
+        What the calls of :func:`~streamfold.complete` have received so far is part of it, as an abort would keep it.
+
         Args:
             epoch: of the scheduler that sends it; one that has been aborted gets nothing.
             packed: the group.
@@ -164,14 +172,25 @@ class Worker:
         group = unpack_group(packed)
         if version is not None:
             self._version = max(self._version, version)
-        ended = self._start(epoch, group, started, changes=version is not None)
-        states = [_state(element) for element in group]
-        while not (await asyncio.wait([ended], timeout=_REPORT_SECONDS))[0]:
-            before, states = states, [_state(element) for element in group]
-            changed = [at for at, state in enumerate(states) if state != before[at]]
-            if changed:
-                yield Report(changed, pack_group([group[at] for at in changed]))
+        scheduler, ended = self._start(epoch, group, started, changes=version is not None)
+        streams = self._setup.config.partial_rollout  # otherwise a sample whose worker dies starts again
+        states = [_state(element, streams=streams) for element in group]
+        try:
+            while not (await asyncio.wait([ended], timeout=self._rest()))[0]:
+                began_at = time.thread_time()
+                before, states = states, [_state(element, streams=streams) for element in group]
+                changed = [at for at, state in enumerate(states) if state != before[at]]
+                if changed:
+                    report = Report(changed, [pack_group([_snapshot(scheduler, group[at])]) for at in changed])
+                    self._costs[id(group)] = time.thread_time() - began_at
+                    yield report
+        finally:
+            self._costs.pop(id(group), None)
         yield self._report(ended.result())
+
+    def _rest(self) -> float:
+        """Seconds between two reports of a group."""
+        return max(_REPORT_SECONDS, _REST_SHARE * sum(self._costs.values()))
 
     async def abort(self, epoch: int, *, now: bool) -> None:
         """End the groups of an epoch, as :meth:`GroupScheduler.abort <GroupScheduler>`: their runs end with that."""
@@ -206,7 +225,9 @@ class Worker:
             if self._opening.exception() is None:
                 await self._parts.client.aclose()
 
-    def _start(self, epoch: int, group: Group, started: int, *, changes: bool) -> asyncio.Future[GroupOutcome]:
+    def _start(
+        self, epoch: int, group: Group, started: int, *, changes: bool
+    ) -> tuple[Scheduler, asyncio.Future[GroupOutcome]]:
         if self._scheduler is None:
             version = (lambda: self._version) if changes else None
             self._scheduler = self._parts.scheduler(self._stats, self._rewards, self._engines, version)
@@ -216,7 +237,7 @@ class Worker:
         self._scheduler.start(group, started)
         if self._collector is None or self._collector.done():
             self._collector = loop.create_task(self._collect(self._scheduler))
-        return ended
+        return self._scheduler, ended
 
     async def _collect(self, scheduler: Scheduler) -> None:
         """Pass on the outcomes of groups, while any is in flight."""
@@ -228,7 +249,8 @@ class Worker:
         places = {id(sample): at for at, sample in enumerate(samples_of(outcome.elements))}
         failures = [Failure.of(places.get(id(sample), 0), error) for sample, error in outcome.failures]
         positions = list(range(len(outcome.group)))
-        return Report(positions, pack_group(outcome.group), failures, outcome.is_cancelled, self._take_stats())
+        elements = [pack_group([element]) for element in outcome.group]
+        return Report(positions, elements, failures, outcome.is_cancelled, self._take_stats())
 
     def _take_stats(self) -> RolloutStats:
         retried = self._parts.client.retried
@@ -238,6 +260,14 @@ class Worker:
         return taken
 
 
-def _state(element: Any) -> list[tuple[object, ...]]:  # noqa: ANN401  # a sample, or a list of them
-    """What tells whether an element of a group has changed."""
-    return [(id(s), s.status, s.response_length, s.reward is None) for s in samples_of([element])]
+def _state(element: Any, *, streams: bool) -> list[tuple[object, ...]]:  # noqa: ANN401  # a sample, or a list of them
+    """What tells whether an element of a group has changed; ``streams``: what calls have received so far counts."""
+    samples = samples_of([element])
+    return [(id(s), s.status, s.response_length, s.reward is None, streams and running_tokens(s)) for s in samples]
+
+
+def _snapshot(scheduler: Scheduler, element: Any) -> Any:  # noqa: ANN401  # a sample, or a list of them
+    """An element of a group as an abort at this moment would leave it."""
+    if isinstance(element, list):
+        return [scheduler.snapshot(sample) for sample in element]
+    return scheduler.snapshot(element)

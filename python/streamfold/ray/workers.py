@@ -54,9 +54,12 @@ class RolloutWorkers:
 
     Each worker is an actor with a client and an event loop. One more actor holds the buffer: all groups are drawn from
     it, and stay in it until the trainer has got them. What a worker has generated of them is reported there each half
-    second, sample by sample, and turn by turn. If a worker dies, Ray starts it again, and others continue with its
-    groups; only what its unfinished calls had streamed is generated again. A group with which ``config.group_tries``
-    workers die fails. Between processes samples are arrays in Ray's object store, in the form of a buffer's file.
+    second, with the tokens that the open calls of :func:`~streamfold.complete` have received so far. If a worker dies,
+    Ray starts it again, and others continue with its groups from these tokens. Generated again is only what was
+    streamed since the last report: half a second, or 20 times the time that a report of all running samples takes, if
+    that is longer; and what calls stream that a ``generate`` function makes in another way. A group with which
+    ``config.group_tries`` workers die fails. Between processes samples are arrays in Ray's object store, in the form of
+    a buffer's file.
 
     The arguments are pickled. Exceptions of these functions are raised or logged with their traceback in the worker.
 
@@ -75,7 +78,7 @@ class RolloutWorkers:
         worker_options: of Ray for the workers' actors, as ``{"num_cpus": 1}``, which is the default.
 
     Raises:
-        ValueError: ``num_workers`` is below 1.
+        ValueError: ``num_workers`` is below 1, or ``config`` has a ``trace``: each worker's client needs its own.
         TypeError: ``client`` or ``source`` cannot be called.
     """
 
@@ -99,6 +102,11 @@ class RolloutWorkers:
         for name, made, given in (("client", "Client", client), ("source", "Buffer", source)):
             if not callable(given):
                 raise TypeError(f"{name} must be a function that makes a {made}, as functools.partial({made}, ...)")
+        if config.trace is not None:
+            raise ValueError(
+                f"config has a trace ({config.trace.path}), which is one file of one process: leave it out, and let "
+                'the function client make one for each worker: Client(url, trace=Trace(f"trace-{os.getpid()}.json"))'
+            )
         self._num_workers = num_workers
         self._version = version
         self._config = config

@@ -25,6 +25,7 @@ from streamfold.rollout.user_code import UserCode
 from streamfold.samples.metadata import SECONDS, LastWrite, add_counts, metadata_of, own_metadata, remove_keys
 from streamfold.samples.reset import shorten
 from streamfold.samples.routing import session_of
+from streamfold.samples.running import snapshot_of
 from streamfold.samples.staleness import call_version, noting_versions
 from streamfold.samples.status import is_finished
 from streamfold.samples.subject import subject_of
@@ -119,6 +120,7 @@ class GroupRunner:
         self._skips_rewards = False
         self._keeps_rewards: Callable[[Group], bool] = lambda _group: True
         self._has_warned = False
+        self._generating: dict[int, float] = {}  # since when, by the id of the sample
 
     @property
     def aborted(self) -> bool:
@@ -150,6 +152,19 @@ class GroupRunner:
         """Cancel the reward functions that are running, and start no other."""
         self._skips_rewards = True
         self.tasks.abort("reward")
+
+    def snapshot(self, sample: Sample) -> Sample:
+        """A copy of a sample as an abort at this moment would leave it; itself if no generate function runs for it."""
+        started_at = self._generating.get(id(sample))
+        if started_at is None:
+            return sample
+        copied = snapshot_of(sample)
+        if self._config.sample_seconds is not None:
+            spent = metadata_of(copied).get(SECONDS, 0.0)
+            own_metadata(copied)[SECONDS] = spent + asyncio.get_running_loop().time() - started_at
+        if LastWrite.of(copied) is not None or not is_finished(copied):
+            copied.status = type(copied.status).ABORTED  # as for an interrupted one, see _generate_sample
+        return copied
 
     async def _run_element(self, outcome: GroupOutcome, place: int) -> None:
         """Generate one element of the group, a sample or a list of them, and compute its rewards."""
@@ -252,6 +267,7 @@ class GroupRunner:
         clock, seconds = asyncio.get_running_loop().time, self._config.sample_seconds
         started_at, spent = clock(), metadata_of(sample).get(SECONDS, 0.0)
         limit = TimeLimit(None if seconds is None else max(0.0, seconds - spent))
+        self._generating[id(sample)] = started_at
         try:
             with observed(subject=subject_of(sample)):
                 mode = self._abort_mode_of(sample)
@@ -262,6 +278,7 @@ class GroupRunner:
                 raise
             made = sample
         finally:
+            self._generating.pop(id(sample), None)
             if seconds is not None:
                 spent += clock() - started_at
                 # A sum of times may be short by its rounding.

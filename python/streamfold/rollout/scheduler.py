@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from streamfold.rollout.rewards import Rewards
     from streamfold.rollout.spans import Spans
     from streamfold.rollout.tasks import AbortMode
+    from streamfold.samples.sample import Sample
 
 __all__ = ["GroupScheduler", "Scheduler"]
 
@@ -103,6 +104,10 @@ class Scheduler(ABC):
             _logger.error("group %d ignores being cancelled: its task is left running", sort_key(group)[0])
         self._running.clear()
         return [(group, copy.deepcopy(group)) for group in stuck]
+
+    def snapshot(self, sample: Sample) -> Sample:
+        """A copy of a sample that runs here, as an abort at this moment would leave it; itself if it does not run."""
+        return sample
 
     @abstractmethod
     async def _run(self, outcome: GroupOutcome) -> None:
@@ -197,6 +202,10 @@ class GroupScheduler(Scheduler):
         self._stats.abort_seconds += self._loop.time() - started_at
         if cancelled is not None:
             raise cancelled
+
+    def snapshot(self, sample: Sample) -> Sample:
+        """A copy of a sample that runs, as an abort at this moment would leave it; itself if it does not run."""
+        return self._runner.snapshot(sample)
 
     async def _run(self, outcome: GroupOutcome) -> None:
         await self._runner.run(outcome)

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamfold.client._internal import internals_of
 from streamfold.client.abort_signal import AbortSignal
 from streamfold.client.observer import all_observers, observed
-from streamfold.client.request import replaced
 from streamfold.engines.base import PROMPT_KEYS, expects_top_p
-from streamfold.errors import DecodeError, EngineError, EngineTimeout, StreamfoldError, StreamTruncated
+from streamfold.errors import EngineError, StreamfoldError, StreamTruncated
+from streamfold.samples.call_writer import CallWriter
 from streamfold.samples.experts import kept_rows
-from streamfold.samples.images import MEDIA_KEYS, check_prompt_count, image_fields
+from streamfold.samples.images import MEDIA_KEYS, image_fields
 from streamfold.samples.merging import check_ready
 from streamfold.samples.metadata import add_counts, enter
 from streamfold.samples.options import CompletionOptions
 from streamfold.samples.repeats import Repeats
 from streamfold.samples.routing import routed_headers
-from streamfold.samples.staleness import call_version, note_version
+from streamfold.samples.running import running
+from streamfold.samples.staleness import call_version
 from streamfold.samples.status import is_finished
 from streamfold.samples.stopping import Verdict
 from streamfold.samples.subject import subject_of
@@ -32,10 +33,10 @@ from streamfold.samples.turn import Turn
 from streamfold.samples.validation import check_uniform, has_generated
 
 if TYPE_CHECKING:
-    from streamfold._core import Generation
     from streamfold._types import SampleLike
     from streamfold.client.client import Client
     from streamfold.client.observer import Subject
+    from streamfold.samples.call_writer import CallOutcome
     from streamfold.samples.options import Resume
 
 __all__ = ["complete"]
@@ -121,43 +122,6 @@ async def complete(
     return sample
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """How a call ended.
-
-    Attributes:
-        generation: what it has generated.
-        error: what it failed with; None if it finished, or if its abort is the result.
-        was_aborted: whether the caller, the client or the host has aborted it.
-        has_wrong_prompt: whether the engine counted another prompt than in the calls before: it would do so again.
-    """
-
-    generation: Generation
-    error: StreamfoldError | None
-    was_aborted: bool
-    has_wrong_prompt: bool = False
-
-    @property
-    def has_tokens(self) -> bool:
-        return len(self.generation.token_ids) > 0
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether no token is certain: an event was lost, as a count behind the terminal event says."""
-        is_lost = isinstance(self.error, DecodeError) and self.generation.finish_reason is not None
-        return is_lost or self.has_wrong_prompt
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether another call may succeed. One that has received no token was retried by the client already."""
-        error = self.error
-        if self.has_wrong_prompt:
-            return False
-        if isinstance(error, EngineError):
-            return error.retryable and (self.has_tokens or self.generation.finish_reason == "abort")
-        return isinstance(error, (DecodeError, StreamTruncated, EngineTimeout)) and self.has_tokens
-
-
 class _Completion:
     """One run of :func:`complete`."""
 
@@ -188,10 +152,8 @@ class _Completion:
         self._params = self._engine_spec.normalize_params(sampling_params)
         self._resume = resume
         self._options = options
-        self._args = args
         self._calls = 0
         self._images: dict[str, Any] = {}  # the sample's own, if the caller has not encoded them
-        self._version: int | None = None  # of the last call
         self._headers: Mapping[str, str] | None = None  # with the sample's key, once it runs
         self._failures = 0  # of calls in a row that have received no token
         self._repeats = Repeats()
@@ -207,6 +169,15 @@ class _Completion:
             has_fixed_prompt=isinstance(options.extra, Mapping) and bool(options.extra.keys() & PROMPT_KEYS),
             max_new_tokens_per_turn=budgets[0],
             max_response_len=budgets[1],
+        )
+        self._writer = CallWriter(
+            sample=sample,
+            turn=self._turn,
+            engine_spec=self._engine_spec,
+            options=options,
+            resume=resume,
+            has_experts=self._has_experts,
+            args=args,
         )
 
     async def run(self) -> None:
@@ -235,9 +206,9 @@ class _Completion:
             try:
                 outcome = self._assess(outcome)
             except BaseException as cause:  # the host's flag raised
-                self._write_or_drop(outcome, cause=cause)
+                self._writer.write_or_drop(outcome, cause=cause)
                 raise
-            may_resume = self._write_or_drop(outcome, may_resume=self._may_resume(outcome))
+            may_resume = self._writer.write_or_drop(outcome, may_resume=self._may_resume(outcome))
             if outcome.error is None:
                 return
             verdict = turn.judge()
@@ -268,13 +239,13 @@ class _Completion:
         if not (has_top_p and self._engine_spec.sends_unrequested_side_data):
             check_uniform("top-p ids", before=before, has=has_top_p, more=None, gets=expects_top_p(self._params))
 
-    async def _call(self) -> _Outcome:
+    async def _call(self) -> CallOutcome:
         """Make one call. If this is cancelled, the call is aborted and what it has generated is merged."""
         self._calls += 1
         get_version = call_version.get()
-        self._version = None if get_version is None else get_version()
+        self._writer.version = None if get_version is None else get_version()
         input_ids, extra = self._prompt()
-        self._has_media = bool(extra.keys() & MEDIA_KEYS)
+        self._writer.has_media = bool(extra.keys() & MEDIA_KEYS)
         with observed(subject=self._subject):
             call = self._client.start(
                 input_ids,
@@ -289,20 +260,18 @@ class _Completion:
                 extra=extra,
                 aborted=self._host_abort,
             )
-        try:
-            return self._outcome(await call, None, was_aborted=call.aborting)
-        except StreamfoldError as error:
-            return self._outcome(await call.abort(), error, was_aborted=call.aborting)  # at once: the call has ended
-        except BaseException as cause:
-            generation = await call.abort()
-            failure = call.error if isinstance(call.error, StreamfoldError) else None
-            self._write_or_drop(self._outcome(generation, failure, was_aborted=True), cause=cause)
-            raise
-
-    def _outcome(self, generation: Generation, error: StreamfoldError | None, *, was_aborted: bool) -> _Outcome:
-        """How a call ended. One whose prompt was another than before has failed, however it ended."""
-        miscounted = check_prompt_count(self._sample, generation, has_media=self._has_media)
-        return _Outcome(generation, miscounted or error, was_aborted, has_wrong_prompt=miscounted is not None)
+        with running(self._sample, call, self._writer):
+            try:
+                return self._writer.outcome(await call, None, was_aborted=call.aborting)
+            except StreamfoldError as error:
+                ended = await call.abort()  # at once: the call has ended
+                return self._writer.outcome(ended, error, was_aborted=call.aborting)
+            except BaseException as cause:
+                generation = await call.abort()
+                failure = call.error if isinstance(call.error, StreamfoldError) else None
+                outcome = self._writer.outcome(generation, failure, was_aborted=True)
+                self._writer.write_or_drop(outcome, cause=cause)
+                raise
 
     def _prompt(self) -> tuple[list[int] | None, dict[str, Any]]:
         """The ids to send, if the prompt is sent as ids, and the further keys of the request."""
@@ -338,7 +307,7 @@ class _Completion:
 
     # The outcome.
 
-    def _assess(self, outcome: _Outcome) -> _Outcome:
+    def _assess(self, outcome: CallOutcome) -> CallOutcome:
         """Decide whether a call has failed: an abort that this process has caused is a result, any other is not."""
         error, was_aborted = outcome.error, outcome.was_aborted or self._client_abort.is_set()
         if self._host_abort.is_set():
@@ -351,7 +320,7 @@ class _Completion:
             error = EngineError(message, retryable=True, partial=outcome.generation)
         return replace(outcome, error=error, was_aborted=was_aborted)
 
-    def _may_resume(self, outcome: _Outcome) -> bool:
+    def _may_resume(self, outcome: CallOutcome) -> bool:
         """Whether another call may follow. Once for each call: some damage counts."""
         tokens = len(outcome.generation.token_ids)
         if not outcome.was_aborted and self._repeats.give_up(outcome.error, tokens, self._sample.index):
@@ -360,74 +329,9 @@ class _Completion:
         is_last = self._resume == "raise" or self._retries.is_last(self._calls)
         return outcome.is_resumable and has_budget and not is_last
 
-    def _write_or_drop(
-        self, outcome: _Outcome, *, may_resume: bool = False, cause: BaseException | None = None
-    ) -> bool:
-        """Merge what a call has generated, or leave the sample as it was before the call.
-
-        Args:
-            outcome: of the call.
-            may_resume: whether another call may follow.
-            cause: what ended the call, if it is not the outcome's error.
-
-        Returns:
-            Whether another call may still follow.
-        """
-        if outcome.is_damaged or (may_resume and self._resume == "restart"):
-            add_counts(self._sample, restarted_tokens=len(outcome.generation.token_ids))
-            self._abort_sample()
-            return may_resume
-        try:
-            self._write(outcome.generation)
-        except Exception:
-            if outcome.error is None and cause is None:
-                raise
-            # The error that ended the call is the one to raise.
-            _logger.exception("the tokens of a call of sample %s could not be merged", self._sample.index)
-            return False
-        return may_resume
-
-    def _write(self, generation: Generation) -> None:
-        """Merge what a call has generated, or drop and count it if requested side data is missing.
-
-        Raises:
-            EngineError: the response is finished, and requested side data was not received.
-            ValueError: what was received does not fit the sample.
-        """
-        if self._options.on_generation is not None:
-            self._options.on_generation(generation)
-        if not self._has_experts and self._engine_spec.sends_unrequested_side_data:
-            generation = _without_experts(generation)
-        finished, missing = generation.finish_reason in ("stop", "length"), self._missing_side_data(generation)
-        if missing is None:
-            before = self._sample.response_length
-            self._turn.write(generation, self._args)
-            if self._version is not None:
-                note_version(self._sample, self._version, before)
-            return
-        add_counts(self._sample, lost_side_data=len(generation.token_ids))
-        self._abort_sample()
-        if finished:
-            lacking = self._engine_spec.lacking(missing)
-            raise EngineError(f"the engine's last event has no {lacking}", partial=generation)
-
-    def _missing_side_data(self, generation: Generation) -> str | None:
-        """Name requested side data without which the generation's tokens are of no use."""
-        if "top_p" in generation.missing:
-            return "top_p"  # tokens without them cannot be replayed
-        if generation.finish_reason in ("stop", "length"):  # otherwise the next call brings the rows of all tokens
-            if self._has_experts and generation.routed_experts is None:
-                return "routed_experts"
-            if self._options.indexer_topk and "indexer_topk" not in generation.meta:
-                return "indexer_topk"
-        return None
-
-    def _abort_sample(self) -> None:
-        self._sample.status = type(self._sample.status)["ABORTED"]
-
     # The next call.
 
-    async def _back_off(self, outcome: _Outcome) -> bool:
+    async def _back_off(self, outcome: CallOutcome) -> bool:
         """Wait before the next call; False if an abort forbids it."""
         if outcome.was_aborted:
             return False
@@ -436,8 +340,3 @@ class _Completion:
         self._failures = 1 if outcome.has_tokens else self._failures + 1
         was_aborted = await (self._client_abort | self._host_abort).wait(self._retries.pause(self._failures))
         return not was_aborted
-
-
-def _without_experts(generation: Generation) -> Generation:
-    """A copy without routed experts, which were not requested: samples then have no place for them."""
-    return generation if generation.routed_experts is None else replaced(generation, routed_experts=None)

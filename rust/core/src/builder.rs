@@ -8,7 +8,7 @@ use crate::text::{string, unescape};
 /// The text so far.
 ///
 /// In a cumulative stream each event replaces the whole text. It is kept as JSON and decoded only when it is needed.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct TextBuilder {
     /// UTF-8: it is checked once, at the end, and not at each event.
     plain: Vec<u8>,
@@ -93,7 +93,7 @@ impl TextBuilder {
 }
 
 /// A generation under construction.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct GenerationBuilder {
     pub generation: Generation,
     pub text: TextBuilder,
@@ -117,6 +117,11 @@ impl GenerationBuilder {
         generation.meta = self.meta.iter_mut().flat_map(Meta::take).collect();
         generation.shrink();
         generation
+    }
+
+    /// What [`GenerationBuilder::take`] would return. Nothing is changed.
+    pub(crate) fn snapshot(&self) -> Generation {
+        self.clone().take()
     }
 
     pub(crate) fn held_bytes(&self) -> usize {

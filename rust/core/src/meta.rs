@@ -65,7 +65,7 @@ impl Members {
 }
 
 /// The latest value of each key, in the order in which keys first appeared.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Meta {
     entries: Vec<Entry>,
     /// The index of each key in `entries`, by its name without escapes.
@@ -77,6 +77,7 @@ pub(crate) struct Meta {
 /// The number of entries to compare before the map is used.
 const NEAR: usize = 16;
 
+#[derive(Clone)]
 struct Entry {
     /// The key as first sent.
     key: Box<[u8]>,

@@ -164,6 +164,12 @@ impl Parser {
         self.decoder.builder.take()
     }
 
+    /// A copy of the generation so far: what [`Parser::take`] would return now. The parser goes on.
+    #[must_use]
+    pub fn snapshot(&self) -> Generation {
+        self.decoder.builder.snapshot()
+    }
+
     /// The number of tokens so far.
     #[must_use]
     pub fn token_count(&self) -> usize {

@@ -169,6 +169,12 @@ impl Exchange {
         self.stream.as_ref().map_or(&[], Stream::token_ids)
     }
 
+    /// A copy of what the stream has brought so far, in any state; an empty generation after [`Exchange::take`].
+    #[must_use]
+    pub fn snapshot(&self) -> Generation {
+        self.stream.as_ref().map_or_else(Generation::default, Stream::snapshot)
+    }
+
     /// Report [`Event::Tokens`] once, when the stream has brought so many tokens; it replaces what was asked for before.
     ///
     /// Returns whether they have come already: then no event follows.

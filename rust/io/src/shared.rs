@@ -184,6 +184,13 @@ impl Shared {
         self.lock().exchange.token_ids().to_vec()
     }
 
+    /// A copy of what the stream has brought so far, see [`Exchange::snapshot`].
+    #[must_use]
+    pub fn snapshot(&self) -> Generation {
+        let guarded = self.lock();
+        catch_unwind(AssertUnwindSafe(|| guarded.exchange.snapshot())).unwrap_or_default()
+    }
+
     /// Report [`Event::Tokens`] once, see [`Exchange::notify_at`].
     pub fn notify_at(&self, count: usize) -> bool {
         self.lock().exchange.notify_at(count)

@@ -126,9 +126,12 @@ impl Exchange {
         self.shared.token_ids().into_pyarray(py)
     }
 
-    /// Report ``"tokens"`` once, when ``count`` tokens have come; this replaces an earlier ``count``.
-    ///
-    /// Returns whether they have come already: then nothing is reported.
+    /// Return a copy of what the stream has brought so far, which goes on. Empty after :meth:`take`.
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
+        Generation::from_core(py, self.shared.snapshot(), self.experts)
+    }
+
+    /// Report ``"tokens"`` once ``count`` have come, in place of an earlier ``count``. Returns whether they have.
     fn notify_at(&self, count: usize) -> bool {
         self.shared.notify_at(count)
     }

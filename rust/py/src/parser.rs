@@ -127,9 +127,13 @@ impl Parser {
         Ok(self.inner.token_ids().to_vec().into_pyarray(py))
     }
 
-    /// Whether the generation has its finish reason, from the terminal event or because of ``token_limit``.
-    ///
-    /// vLLM sends the usage after the terminal event.
+    /// Return a copy of the tokens and side data received so far, and go on. ``ValueError`` after :meth:`take`.
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Generation>> {
+        self.check_not_taken()?;
+        Generation::from_core(py, self.inner.snapshot(), self.experts)
+    }
+
+    /// Whether there is a finish reason: of the terminal event (vLLM sends usage after it) or by ``token_limit``.
     #[getter]
     fn finished(&self) -> bool {
         self.inner.finished()

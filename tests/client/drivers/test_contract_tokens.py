@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.driving import Driven, asked, told
+from streamfold import Parser
+from support.driving import STREAM, Driven, asked, told
 from support.replay import DONE, END, HANG, LAST_CHUNK, Step, answer_json, chunk, event, events, head, until
 from support.ways import ALL, BEGUN, REFUSED, Way
 
@@ -90,10 +91,32 @@ async def test_the_tokens_so_far_are_a_copy_and_none_before_the_first(way: Way) 
         assert driven.exchange.take().token_ids.tolist() == [3, 1, 2]
 
 
+async def test_a_snapshot_is_all_that_has_come_and_the_stream_goes_on(way: Way) -> None:
+    gates = [asyncio.Event() for _ in range(4)]
+    steps: list[Step] = [head()]
+    for gate, payload in zip(gates, events(4), strict=True):
+        steps += [gate, chunk(payload)]
+    async with way.replay([*steps, chunk(DONE), LAST_CHUNK, END]) as server, way.driving() as driver:
+        driven, fresh = Driven(driver, asked(server.url)), Parser(STREAM["dialect"])
+        assert driven.exchange.snapshot() == Parser(STREAM["dialect"]).take()
+        for come, (gate, payload) in enumerate(zip(gates, events(4), strict=True), 1):
+            gate.set()
+            await until(partial(has_come, driven, come))
+            fresh.feed(payload)
+            snapshot = driven.exchange.snapshot()
+            assert snapshot == fresh.snapshot()
+            assert snapshot.finish_reason == ("stop" if come == 4 else None)
+            snapshot.token_ids[:] = 9
+        assert await driven.ended() == ALL
+        assert driven.exchange.snapshot() == driven.exchange.take() == fresh.take()
+        driven.exchange.end()
+
+
 async def test_a_reply_that_is_no_stream_brings_no_tokens(way: Way) -> None:
     async with way.replay(routes={"/load": answer_json({"load": 1})}) as server, way.driving() as driver:
         driven = Driven(driver, told(server.url, "/load"))
         driven.exchange.notify_at(1)
         assert await driven.ended() == REFUSED
         assert driven.exchange.token_ids().tolist() == []
+        assert driven.exchange.snapshot().token_ids.tolist() == []
         driven.exchange.end()

@@ -138,6 +138,9 @@ class Exchange(Protocol):
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
 
+    def snapshot(self) -> Generation:
+        """A copy of what :meth:`take` would return now. The stream is read on as before. Not after :meth:`take`."""
+
     def notify_at(self, count: int) -> bool:
         """Report ``tokens`` once, when so many have come; this replaces an earlier ``count``.
 

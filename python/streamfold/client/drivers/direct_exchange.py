@@ -102,6 +102,10 @@ class DirectExchange:
         """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
         return self._core.token_ids()
 
+    def snapshot(self) -> Generation:
+        """A copy of what the stream has brought so far. Not after :meth:`take`."""
+        return self._core.snapshot()
+
     def notify_at(self, count: int) -> bool:
         """Report ``tokens`` once, when so many have come. Returns whether they have come already."""
         return self._core.notify_at(count)

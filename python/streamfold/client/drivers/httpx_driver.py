@@ -148,6 +148,10 @@ class HttpxExchange:
         """A copy of the tokens received so far, int32 ``[n]``. Not after :meth:`take`."""
         return self._parser.token_ids()
 
+    def snapshot(self) -> Generation:
+        """A copy of what the stream has brought so far. Not after :meth:`take`."""
+        return self._parser.snapshot()
+
     def notify_at(self, count: int) -> bool:
         """Report ``tokens`` once, when so many have come. Returns whether they have come already."""
         is_there = self._parser.token_count >= count

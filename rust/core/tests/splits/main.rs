@@ -55,6 +55,26 @@ proptest! {
     }
 
     #[test]
+    fn a_snapshot_is_what_the_bytes_so_far_give_and_changes_nothing(
+        (dialect, body) in damaged_streams(), options in options(), places in prop::collection::vec(any::<usize>(), 0..12),
+    ) {
+        let mut parser = Parser::new(dialect, options);
+        let mut fed = 0;
+        for part in split(&body, &places) {
+            let failed = parser.feed(part).is_err();
+            fed += part.len();
+            let mut fresh = Parser::new(dialect, options);
+            prop_assert_eq!(fresh.feed(&body[..fed]).is_err(), failed);
+            let snapshot = parser.snapshot();
+            prop_assert_eq!(&snapshot, &parser.snapshot());
+            prop_assert_eq!(snapshot, fresh.take());
+        }
+        let error = parser.close(false).err();
+        let whole = read([&body[..]], dialect, options);
+        prop_assert_eq!((parser.take(), error), (whole.0, whole.1));
+    }
+
+    #[test]
     fn a_pause_is_behind_the_event_that_ends_the_generation(
         (dialect, body) in damaged_streams(), options in options(), places in prop::collection::vec(any::<usize>(), 0..4),
     ) {

@@ -85,6 +85,14 @@ impl Stream {
         parser.take()
     }
 
+    /// A copy of the generation so far; an empty one after `take`.
+    pub(crate) fn snapshot(&self) -> Generation {
+        match &self.parser {
+            Some(parser) => parser.snapshot(),
+            None => Parser::new(self.dialect, self.options).take(),
+        }
+    }
+
     /// Tokens received so far.
     pub(crate) fn token_count(&self) -> usize {
         self.parser.as_ref().map_or(self.taken_tokens, |parser| parser.token_count())

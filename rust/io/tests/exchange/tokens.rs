@@ -58,14 +58,19 @@ fn the_tokens_so_far_can_be_read_until_they_are_taken() {
     let bytes = reply(2);
     let mut exchange = new(stream(None));
     assert_eq!(exchange.token_ids(), [0; 0]);
+    assert_eq!(exchange.snapshot(), new(stream(None)).take());
     let mut running = sent(stream(None));
     for part in bytes.chunks(11) {
         put(&mut running, Input::Received(part));
         let ids: Vec<_> = (0..6).take(running.token_count()).collect();
         assert_eq!(running.token_ids(), ids);
+        assert_eq!(running.snapshot().token_ids, ids);
     }
+    let snapshot = running.snapshot();
+    assert_eq!(snapshot.logprobs.map(|logprobs| logprobs.len()), Some(6));
     assert_eq!(running.take().token_ids, [0, 1, 2, 3, 4, 5]);
     assert_eq!(running.token_ids(), [0; 0]);
+    assert_eq!(running.snapshot().token_ids, [0; 0]);
     assert!(running.notify_at(6), "the count stays");
     assert!(!exchange.notify_at(1));
 }
