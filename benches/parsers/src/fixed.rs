@@ -2,27 +2,35 @@
 
 use std::sync::Arc;
 
-use parsers::streams::{READ, chunked, sglang, vllm};
+use parsers::streams::{READ, chunked, cumulative, sglang, vllm};
 use parsers::ways::streamfold;
 use streamfold_core::{Dialect, Options};
 use streamfold_io::{Exchange, Expected, Input, Method, Request, RequestHead};
 
 const TOKENS: usize = 20_000;
+/// Each event has all tokens so far, and an instruction counter is slow to make them.
+const CUMULATIVE_TOKENS: usize = 2_000;
 
 fn main() {
     let name = std::env::args().nth(1).unwrap_or_default();
     let turns = std::env::args().nth(2).map_or(1, |turns| turns.parse().expect("a number of turns"));
-    let dialect = if name.starts_with("vllm") { Dialect::Vllm } else { Dialect::SglangIncremental };
+    let dialect = match name.split('-').next() {
+        Some("vllm") => Dialect::Vllm,
+        Some("cumulative") => Dialect::SglangCumulative,
+        _ => Dialect::SglangIncremental,
+    };
     let body = match name.as_str() {
         "sglang-20" => sglang(TOKENS, 20),
         "sglang-1" => sglang(TOKENS, 1),
+        "cumulative-20" => cumulative(CUMULATIVE_TOKENS, 20),
         "vllm-20" => vllm(TOKENS, 20),
         "vllm-1" => vllm(TOKENS, 1),
         "chunked-1" => chunked(&sglang(TOKENS, 1)),
         other => panic!("no stream {other:?}"),
     };
+    let tokens = if name == "cumulative-20" { CUMULATIVE_TOKENS } else { TOKENS };
     for _ in 0..turns {
-        assert_eq!(fold(dialect, &body, name == "chunked-1"), TOKENS);
+        assert_eq!(fold(dialect, &body, name == "chunked-1"), tokens);
     }
 }
 

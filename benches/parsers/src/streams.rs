@@ -62,17 +62,28 @@ fn joined<'a>(tokens: &'a [Token], write: impl Fn(&'a Token) -> String) -> Strin
 /// The body of an incremental SGLang stream.
 #[must_use]
 pub fn sglang(count: usize, per_event: usize) -> Vec<u8> {
+    sglang_body(count, per_event, |so_far, new| &so_far[so_far.len() - new..])
+}
+
+/// The body of a cumulative SGLang stream: each event has all tokens so far.
+#[must_use]
+pub fn cumulative(count: usize, per_event: usize) -> Vec<u8> {
+    sglang_body(count, per_event, |so_far, _| so_far)
+}
+
+fn sglang_body(count: usize, per_event: usize, shown: impl Fn(&[Token], usize) -> &[Token]) -> Vec<u8> {
     let tokens = sampled(count);
     let mut body = String::new();
     let mut end = 0;
     for new in tokens.chunks(per_event) {
         let is_first = end == 0;
         end += new.len();
+        let shown = shown(&tokens[..end], new.len());
         let is_last = end == count;
         let finish = if is_last { format!("{{\"type\":\"length\",\"length\":{count}}}") } else { "null".to_owned() };
-        let text: String = new.iter().map(|token| token.word).collect();
-        let ids = joined(new, |token| token.id.to_string());
-        let pairs = joined(new, |token| format!("[{},{},null]", token.logprob, token.id));
+        let text: String = shown.iter().map(|token| token.word).collect();
+        let ids = joined(shown, |token| token.id.to_string());
+        let pairs = joined(shown, |token| format!("[{},{},null]", token.logprob, token.id));
         let versions = format!(",\"weight_versions\":[{{\"version\":\"default\",\"start\":0,\"end\":{count}}}]");
         let versions = if is_last { versions.as_str() } else { "" };
         let sent = if is_first { ",\"response_sent_to_client_ts\":1795951942.4590852" } else { "" };

@@ -25,6 +25,8 @@ const STUB: usize = 16;
 
 /// Shorter parts of a line are not looked at for [`Event::plain`].
 const PLAIN_BYTES: usize = 4096;
+/// In which a list has a comma: longer than any number.
+const LIST_BYTES: usize = 64;
 
 /// The memory for each further data line of an event besides its bytes: its entry in [`Origin::Lines`].
 const LINE_BYTES: usize = size_of::<(usize, u64)>();
@@ -321,10 +323,10 @@ impl Framer {
         Ok(())
     }
 
-    /// Note that a long part of the line is plain, as that of a long string is: while it is in the cache, a look takes
-    /// little.
+    /// Note that a long part of the line is plain, as that of a long base64 string is: while it is in the cache, a look
+    /// takes little. Lists of numbers are plain too, and nobody asks: they begin with commas.
     fn note_plain(&mut self, part: &[u8]) {
-        if part.len() < PLAIN_BYTES || !self.lines.is_empty() || !is_plain(part) {
+        if part.len() < PLAIN_BYTES || !self.lines.is_empty() || part[..LIST_BYTES].contains(&b',') || !is_plain(part) {
             return;
         }
         let (start, end) = (self.line.len(), self.line.len() + part.len());
