@@ -118,13 +118,14 @@ class Attempt(Progress):
         self._pending: PendingAbort | None = None  # the abort request, once it was asked for
 
         self._phase: _Phase | None = None
+        self._deadlines = deadlines
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
         self._is_extended = False  # the time to the first token
         self._drain = self._longest_drain = 0.0
         self._is_draining = False
         self._drain_until = 0.0  # by the clock of the event loop, at most
-        self._abort_timer: asyncio.Handle | None = None  # of the reply to the abort request, then of the drain
-        self._abort_timer_at = math.inf
+        self._abort_deadline: Deadline | None = None  # of the reply to the abort request, then of the drain
+        self._abort_due_at = math.inf
 
     def notify_at(self, count: int) -> bool:
         """Tell the owner once, when ``count`` tokens have come. Returns whether they have come already."""
@@ -328,7 +329,7 @@ class Attempt(Progress):
         self._is_finished = True
         self._on(Event.FINISHED)
         if self._pending is not None:
-            self._control.abort_event_at = asyncio.get_running_loop().time()
+            self._control.abort_event_at = self._deadlines.now()
             self._pending.finish()
 
     def _on_overrun(self, _: None) -> None:
@@ -381,14 +382,17 @@ class Attempt(Progress):
         self._phase = phase
         self._deadline.set(seconds)
 
+    def _read_on(self) -> None:
+        if self._exchange is not None:
+            self._exchange.urgent()
+
     def _look(self) -> None:
         """The deadline has passed: read what has arrived, and move the deadline if a token came in time."""
         if self._phase == "next_token" and self._move_deadline():
             return
-        if self._exchange is not None:
-            self._exchange.urgent()
-            if self._phase == "next_token":
-                self._move_deadline()
+        self._read_on()
+        if self._phase == "next_token":
+            self._move_deadline()
 
     def _move_deadline(self) -> bool:
         limit = self._timeouts.next_token
@@ -428,28 +432,34 @@ class Attempt(Progress):
         else:
             self._time_out("first_token")
 
-    def _set_abort_timer(self, due: Callable[[], None], seconds: float) -> None:
-        self._stop_abort_timer()
-        loop = asyncio.get_running_loop()
-        self._abort_timer_at = loop.time() + seconds
-        self._abort_timer = loop.call_later(seconds, due)
+    def _set_abort_timer(self, seconds: float) -> None:
+        if self._abort_deadline is None:
+            self._abort_deadline = Deadline(self._deadlines, self._abort_expired, self._read_on)
+        self._abort_due_at = self._deadlines.now() + seconds
+        self._abort_deadline.set(seconds)
 
     def _stop_abort_timer(self) -> None:
-        if self._abort_timer is not None:
-            self._abort_timer.cancel()
-            self._abort_timer = None
+        if self._abort_deadline is not None:
+            self._abort_deadline.close()
+            self._abort_deadline = None
+
+    def _abort_expired(self) -> None:
+        if self._is_draining:
+            self._on_drained()
+        else:
+            self._on(Event.REPLY_EXPIRED)
 
     def _hurry_reply(self) -> None:
-        if asyncio.get_running_loop().time() + _HURRIED_REPLY_SECONDS < self._abort_timer_at:
-            self._set_abort_timer(lambda: self._on(Event.REPLY_EXPIRED), _HURRIED_REPLY_SECONDS)
+        if self._deadlines.now() + _HURRIED_REPLY_SECONDS < self._abort_due_at:
+            self._set_abort_timer(_HURRIED_REPLY_SECONDS)
 
     def _arm_drain(self) -> None:
         if self._drain > 0:
             self._tell("drain")
             self._control.draining += 1
             self._is_draining = True
-            self._drain_until = asyncio.get_running_loop().time() + self._longest_drain
-            self._set_abort_timer(self._on_drained, self._drain)
+            self._drain_until = self._deadlines.now() + self._longest_drain
+            self._set_abort_timer(self._drain)
         else:
             self._stop_abort_timer()
             self._on(Event.DRAIN_EXPIRED)
@@ -458,9 +468,9 @@ class Attempt(Progress):
         control, begun_at = self._control, self._drain_until - self._longest_drain
         quiet = self._drain + _DRAIN_SECONDS_EACH * control.draining
         until = min(self._drain_until, max(begun_at, control.abort_event_at) + quiet)
-        left = until - asyncio.get_running_loop().time()
+        left = until - self._deadlines.now()
         if left > 0:
-            self._set_abort_timer(self._on_drained, left)
+            self._set_abort_timer(left)
         else:
             self._on(Event.DRAIN_EXPIRED)
 
