@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError
 
 from streamfold import append_observation, complete
 from streamfold.loopback import Loopback
@@ -183,9 +183,9 @@ class ScriptedActor:
         given: the tokens of the samples that it was given.
     """
 
-    def __init__(self, *reports: tuple[int, ...], dies: bool) -> None:
+    def __init__(self, *reports: tuple[int, ...], dies_of: RayError | None = None) -> None:
         self.reports = reports
-        self.dies = dies
+        self.dies_of = dies_of
         self.given: list[list[int]] = []
         self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
         self.open = SimpleNamespace(remote=self._open)
@@ -205,17 +205,20 @@ class ScriptedActor:
             for array in elements:
                 array.flags.writeable = False  # as what comes out of the object store
             yield _ready(Report(changed, elements))
-        if self.dies:
-            raise RayActorError
+        if self.dies_of is not None:
+            raise self.dies_of
 
 
 async def _ready(report: Report) -> Report:
     return report
 
 
-async def test_the_next_worker_gets_each_sample_as_the_dead_one_has_reported_it_last() -> None:
-    dead = ScriptedActor((2, 0), (5, 0), (0, 3), dies=True)
-    alive = ScriptedActor((1, 1), dies=False)
+@pytest.mark.parametrize(
+    "error", [RayActorError(), OutOfMemoryError("killed"), NodeDiedError("gone"), ObjectLostError("ab" * 28, "", "")]
+)
+async def test_the_next_worker_gets_each_sample_as_the_dead_one_has_reported_it_last(error: RayError) -> None:
+    dead = ScriptedActor((2, 0), (5, 0), (0, 3), dies_of=error)
+    alive = ScriptedActor((1, 1))
     group = groups_of(1)[0]
     prompts = [list(sample.tokens) for sample in group]
     workers = WorkerSet([dead, alive])
@@ -229,7 +232,7 @@ async def test_the_next_worker_gets_each_sample_as_the_dead_one_has_reported_it_
 
 
 async def test_a_report_of_a_group_in_flight_is_in_the_group_once_it_is_asked_for() -> None:
-    actor = ScriptedActor((2, 0), (5, 1), dies=False)
+    actor = ScriptedActor((2, 0), (5, 1))
     goes_on = asyncio.Event()
     run = actor._run
 

@@ -184,6 +184,14 @@ BAD: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         lambda: {"samples": [sample_of(3, rollout_log_probs=[-1.0, -2.0])]},
     ),
     (
+        r"samples\[0\].rollout_log_probs is nan at token 1 of the response, which is trained on",
+        lambda: {"samples": [sample_of(3, rollout_log_probs=[-1.0, None, -1.0], loss_mask=[1, 1, 1])]},
+    ),
+    (
+        r"samples\[0\].rollout_log_probs is -inf at token 2 of the response",
+        lambda: {"samples": [sample_of(3, rollout_log_probs=[-1.0, -1.0, -np.inf], loss_mask=[1, 1, 1])]},
+    ),
+    (
         r"samples\[1\].rollout_log_probs is None, but 3 of its tokens are trained on",
         lambda: {"samples": [sample_of(3), sample_of(3, rollout_log_probs=None)]},
     ),
@@ -230,6 +238,20 @@ def test_what_does_not_fit_is_an_error_that_names_the_field_and_both_numbers(
     arguments: dict[str, Any] = {"samples": [sample_of(3), sample_of(3)], "pad_id": PAD, **changed()}
     with pytest.raises(ValueError, match=message):
         collate(arguments.pop("samples"), **arguments)
+
+
+def test_a_log_probability_that_is_no_number_is_in_the_way_only_where_it_is_trained_on() -> None:
+    sample = sample_of(3, rollout_log_probs=[-1.0, None, np.nan], loss_mask=[1, 0, 0])
+    logprobs = collate([sample], pad_id=PAD).logprobs
+    assert logprobs is not None
+    assert np.isnan(logprobs[0]).tolist() == [False, False, False, True, True]
+    assert collate([sample_of(3, rollout_log_probs=[-1.0, None, -1.0])], pad_id=PAD, max_length=3).logprobs is not None
+
+
+@pytest.mark.parametrize("arguments", [{"pad_id": 0.5}, {"pad_id": PAD, "max_length": 2.5}])
+def test_lengths_and_ids_that_are_no_integers_are_not_rounded(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="float"):
+        collate([sample_of(3)], **arguments)
 
 
 # As an object.

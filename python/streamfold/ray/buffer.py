@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from streamfold.errors import StreamfoldError
-from streamfold.ray.worker import pack_group, unpack_group
+from streamfold.ray.worker import means_death, pack_group, unpack_group
 from streamfold.rollout.groups import restart_samples, samples_of, unfinished_samples
 from streamfold.rollout.parts import RolloutHooks
 from streamfold.rollout.pool import Pool
@@ -117,7 +117,7 @@ class WorkerSet:
             await self._changed.wait()
         return None
 
-    def lose(self, worker: WorkerHandle, error: RayActorError) -> None:
+    def lose(self, worker: WorkerHandle, error: RayError) -> None:
         """Note that a worker has died. It can be given groups again when Ray has started it again."""
         if worker.is_alive:
             worker.is_alive = False
@@ -226,7 +226,9 @@ class RemoteScheduler(Scheduler):
                 report: Report = await reference
                 reported.add(report)
                 self._note(report, reported)
-        except RayActorError as error:
+        except RayError as error:
+            if not means_death(error):
+                raise
             self._workers.lose(worker, error)
             return False
         finally:
@@ -374,5 +376,7 @@ async def _quietly(call: Any) -> None:  # noqa: ANN401  # an ObjectRef
     """Await a call of a worker. If it has died there is nothing to do: its groups have been taken from it."""
     try:
         await call
-    except RayActorError as error:
+    except RayError as error:
+        if not means_death(error):
+            raise
         _logger.info("a worker has died: %s", error)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ray import cloudpickle
+from ray.exceptions import RayTaskError, TaskCancelledError
 
 from streamfold.errors import StreamfoldError
 from streamfold.rollout import serialization
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+    from ray.exceptions import RayError
 
     from streamfold.client.client import Client
     from streamfold.rollout.callbacks import Generate, RewardFunction
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     Packed = npt.NDArray[np.uint8]
 
-__all__ = ["Failure", "Report", "Setup", "Worker", "pack_group", "unpack_group"]
+__all__ = ["Failure", "Report", "Setup", "Worker", "means_death", "pack_group", "unpack_group"]
 
 _REPORT_SECONDS: Final = 0.5  # between two reports of a group, at least: what a worker that dies may take along
 # A report copies all tokens of the samples that have changed, so it takes longer as these grow. All groups report so
@@ -51,6 +53,14 @@ def pack_group(group: AnyGroup) -> Packed:
 def unpack_group(packed: Packed) -> Group:
     """The group of which :func:`pack_group` made an array."""
     return decode_group(serialization.unpack(packed))
+
+
+def means_death(error: RayError) -> bool:
+    """Whether a call of an actor has failed because its process or its node is lost, not because the call raised.
+
+    Ray has many names for it, as for a process that it has killed because the node was short of memory.
+    """
+    return not isinstance(error, (RayTaskError, TaskCancelledError))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 
 from streamfold.ray.buffer import BufferActor
-from streamfold.ray.worker import Setup, Worker, unpack_group
+from streamfold.ray.worker import Setup, Worker, means_death, unpack_group
 from streamfold.rollout.rollout import RolloutResult
 
 if TYPE_CHECKING:
@@ -200,7 +200,9 @@ class RolloutWorkers:
             if buffer is not None:
                 await self._settle()
                 await buffer.close.remote()
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:
+            if not means_death(error):
+                raise
             _logger.warning("the buffer's actor has died: %s", error)
         finally:
             self._kill(buffer)

@@ -6,6 +6,7 @@ row.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -117,9 +118,10 @@ def collate(
         A batch as long as its longest sample.
 
     Raises:
-        ValueError: lengths or shapes disagree, a value is out of range, or some samples with tokens to train on lack
-            log-probabilities, top-p ids or routed experts that others have. The message names the sample, the field and
-            both numbers.
+        ValueError: lengths or shapes disagree, a value is out of range, a log-probability of a token to train on is not
+            finite, or some samples with tokens to train on lack log-probabilities, top-p ids or routed experts that
+            others have. The message names the sample, the field and both numbers.
+        TypeError: ``pad_id`` or ``max_length`` is no integer.
     """
     _check_arguments(len(samples), pad_id, advantages, max_length)
     rows = [row_of(f"samples[{number}]", sample, max_length) for number, sample in enumerate(samples)]
@@ -147,9 +149,9 @@ def collate(
 def _check_arguments(count: int, pad_id: int, advantages: Sequence[Any] | None, max_length: int | None) -> None:
     if not count:
         raise ValueError("there are no samples")
-    if not _INT32.min <= pad_id <= _INT32.max:
+    if not _INT32.min <= operator.index(pad_id) <= _INT32.max:
         raise ValueError(f"pad_id is {pad_id}, which is no int32")
-    if max_length is not None and max_length < 1:
+    if max_length is not None and operator.index(max_length) < 1:
         raise ValueError(f"max_length is {max_length}: it must be at least 1, or None for no limit")
     if advantages is not None and len(advantages) != count:
         raise ValueError(f"advantages has {len(advantages)} entries for {count} samples")
@@ -163,8 +165,15 @@ def _collate_log_probs(rows: Sequence[Row], shape: tuple[int, int]) -> npt.NDArr
     for target, values, row in zip(logprobs, found, rows, strict=True):
         if values is None:
             row.check_untrained("rollout_log_probs")
-        else:
-            target[row.response] = np.asarray(values[: row.length], np.float32)
+            continue
+        given = np.asarray(values[: row.length], np.float32)  # None, which JSON has in place of NaN, becomes NaN
+        wrong = np.flatnonzero(~np.isfinite(given) & (row.loss_mask == 1))
+        if len(wrong):
+            raise ValueError(
+                f"{row.place}.rollout_log_probs is {given[wrong[0]]} at token {wrong[0]} of the response, which is "
+                "trained on"
+            )
+        target[row.response] = given
     return logprobs
 
 
