@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from streamfold.cli import demo_job as demo
+from streamfold.cli.demo import _sample_table
 from streamfold.cli.main import app
 from streamfold.loopback import Loopback
 from streamfold.samples.sample import Sample
@@ -178,6 +180,17 @@ def test_the_example_runs_against_any_engine_and_resumes_what_it_cut(tmp_path: P
     assert len(lines) - len(told) == 8, "two rollouts of four groups"
     assert "'aborted'" not in done.stdout
     assert done.stderr == ""
+
+
+def test_the_table_of_samples_fits_into_80_columns(report: demo.Report) -> None:
+    assert report.resumed
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(_sample_table(report.resumed))
+    _, header, *rows = capture.get().splitlines()
+    assert header.split() == ["prompt", "tokens", "logprob", "requests", "weights", "undisturbed"]
+    assert len(rows) == len(report.resumed)
+    assert all("x)" in row and row.endswith(" yes") for row in rows)
 
 
 def test_samples_are_written_one_a_line(report: demo.Report, tmp_path: Path) -> None:

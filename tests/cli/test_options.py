@@ -130,6 +130,7 @@ def test_a_reward_is_imported_from_the_current_folder_too(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
     function = reward_option("my_rewards:Of.it")
     assert function is not None
     assert function(None) == 1.0  # type: ignore[arg-type]
@@ -144,8 +145,24 @@ def test_a_reward_is_imported_from_the_current_folder_too(tmp_path: Path, monkey
     ):
         with pytest.raises(ValueError, match=f"^--reward {text}.*{re.escape(words)}"):
             reward_option(text)
-    assert sys.path == before
+    assert sys.path == [str(tmp_path), *before]
     sys.modules.pop("my_rewards")
+
+
+def test_a_reward_function_may_import_what_lies_beside_it_when_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calling_rewards.py").write_text(
+        "def late(_sample):\n    import beside_rewards as b\n    return b.ONE\n"
+    )
+    (tmp_path / "beside_rewards.py").write_text("ONE = 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    function = reward_option("calling_rewards:late")
+    assert function is not None
+    assert function(None) == 1.0  # type: ignore[arg-type]
+    del sys.modules["calling_rewards"], sys.modules["beside_rewards"]
 
 
 # Standard input and JSON.

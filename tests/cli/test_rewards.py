@@ -37,6 +37,12 @@ def leaves(sample):
 async def leaves_later(sample):
     await asyncio.sleep(0)
     return leaves(sample)
+async def cancels_itself(sample):
+    if sample.index == 1:
+        waited = asyncio.ensure_future(asyncio.sleep(9))
+        waited.cancel()
+        await waited
+    return 1.0
 class Closes:
     def __call__(self, sample): raise GeneratorExit
 closes = Closes()
@@ -50,6 +56,7 @@ def sets(name, value, reward=1.0):
     return reward_function
 metadata_of_none, list_as_metadata = sets("metadata", None), sets("metadata", [])
 index_of_none, other_index, other_group = sets("index", None), sets("index", 99), sets("group_index", "x")
+damaged = sets("response", chr(0xD800))
 mute_label, surrogate = sets("label", Mute()), sets("label", chr(0xD800))
 text_as_status = sets("status", "x")
 def interrupts(sample):
@@ -138,7 +145,11 @@ def test_a_reward_that_fails_costs_its_sample_alone_which_is_judged_by_the_next_
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("nothing", "the reward function returned None"), ("huge", "a sample cannot be written as JSON")],
+    [
+        ("nothing", "the reward function returned None"),
+        ("huge", "a sample cannot be written as JSON"),
+        ("damaged", "a sample cannot be written as JSON"),
+    ],
 )
 def test_what_is_no_reward_is_counted_and_ends_no_run(function: str, words: str, rewards: Any, tmp_path: Path) -> None:
     with Loopback() as engine:
@@ -183,6 +194,10 @@ def test_rewards_that_fail_in_one_way_are_one_line_with_the_first_sample(
         (
             "leaves_later",
             "1 failed: RuntimeError: the reward function leaves_later raised SystemExit('no model')",
+        ),
+        (
+            "cancels_itself",
+            "1 failed: RuntimeError: the reward function cancels_itself raised CancelledError()",
         ),
         ("closes", "4 failed: RuntimeError: the reward function Closes raised GeneratorExit()"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -118,6 +119,35 @@ def test_a_trace_that_cannot_be_written_ends_the_command_before_it_begins(tmp_pa
     assert result.exit_code == 2
     assert "missing/trace.json" in result.stderr.replace("\n", "")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [("--url", "ftp://127.0.0.1"), ("--max-new-tokens", "5"), ("--header", "x"), ("--timeout-drain", "x")],
+    ids=lambda refused: refused[0],
+)
+def test_a_run_that_is_refused_leaves_the_trace_of_the_run_before(tmp_path: Path, refused: tuple[str, str]) -> None:
+    prompts, out, trace = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", tmp_path / "trace.json"
+    prompts.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
+    with Loopback(token_rate=0) as engine:
+        arguments = [
+            "rollout",
+            "--url",
+            engine.url,
+            "--prompts",
+            str(prompts),
+            "--out",
+            str(out),
+            "--trace",
+            str(trace),
+        ]
+        result = RUNNER.invoke(app, [*arguments, "--max-new-tokens", "4"])
+        assert result.exit_code == 0, result.output
+        before = trace.read_bytes()
+        assert RUNNER.invoke(app, [*arguments, "--max-new-tokens", "4", *refused]).exit_code == 2
+    gc.collect()  # what has failed may hold the trace in its traceback
+    assert trace.read_bytes() == before
+    assert phases("queue", "connect", "prefill", "tokens") in lines(records(trace)).values()
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "out.jsonl"])

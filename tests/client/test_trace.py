@@ -214,6 +214,16 @@ def test_a_trace_is_replaced_by_the_next_one_however_its_process_ended(path: Pat
     assert records(path) == []
 
 
+def test_a_trace_that_had_nothing_to_write_and_was_not_closed_leaves_the_one_before(path: Path) -> None:
+    with Trace(path) as trace:
+        trace.on_work(Subject("a", "before"), "reward", 0.0, 1.0, {})
+    before = path.read_bytes()
+    trace = Trace(path)
+    assert path.read_bytes() == before
+    del trace
+    assert path.read_bytes() == before
+
+
 def test_a_trace_is_a_regular_file() -> None:
     with pytest.raises(OSError, match="a trace needs a regular file"):
         Trace("/dev/null")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +13,9 @@ from streamfold.rollout.buffer import Buffer
 from streamfold.rollout.pool import Pool
 from streamfold.rollout.user_code import UserCode
 from support.rollouts import Scripted, bounded, endless, everywhere, groups_of, nothing_left, rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 BOTH_LOOPS = True
 
@@ -88,14 +91,30 @@ async def test_the_other_groups_of_the_rollout_are_finished() -> None:
     assert [group[0].group_index for group in result.groups] == [0, 2, 3, 4]
 
 
-async def test_a_cancel_of_the_reward_functions_own_is_no_cancel_of_the_rollout() -> None:
-    def reward(_sample: Any) -> float:
-        async def waits() -> None:
-            raise asyncio.CancelledError
+async def _cancelled() -> float:
+    raise asyncio.CancelledError
 
-        asyncio.run(waits())
-        return 1.0
 
+async def _cancels_its_task() -> float:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+    return 1.0
+
+
+@pytest.mark.parametrize("work", [_cancelled, _cancels_its_task])
+@pytest.mark.parametrize("where", ["thread", "event loop"])
+async def test_a_cancel_of_the_reward_functions_own_is_no_cancel_of_the_rollout(
+    work: Callable[[], Coroutine[Any, Any, float]], where: str
+) -> None:
+    def in_thread(_sample: Any) -> float:
+        return asyncio.run(work())
+
+    async def in_loop(_sample: Any) -> float:
+        return await work()
+
+    reward: Any = in_thread if where == "thread" else in_loop
     async with nothing_left():
         with pytest.raises(StreamfoldError) as caught:
             await bounded(rollout(Scripted(), groups=1, reward=reward, max_failures=0).run(Buffer(groups_of(1))))

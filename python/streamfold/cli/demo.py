@@ -225,7 +225,7 @@ def _examples(report: Report) -> list[Outcome]:
 
 def _sample_table(outcomes: Iterable[Outcome]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("prompt", no_wrap=True, max_width=20)
+    table.add_column("prompt", no_wrap=True, max_width=15)
     for name in ("tokens", "mean\nlogprob", "requests", "tokens by\nweights", "equals\nundisturbed"):
         table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
     for outcome in outcomes:

@@ -93,13 +93,13 @@ def reward_option(text: str | None) -> RewardFunction | None:
     module_name, sign, name = text.partition(":")
     if not (sign and module_name and name):
         raise ValueError(f"--reward {text} is not MODULE:FUNCTION, such as rewards:exact_match")
-    sys.path.insert(0, str(Path.cwd()))
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # for good: the function may import what lies beside it when it is called
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module
         raise ValueError(f"--reward {text}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.pop(0)
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part, None)

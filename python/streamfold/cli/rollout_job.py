@@ -106,17 +106,24 @@ class RolloutJob:
         if not self._write(sample, index):  # a reward function may set anything: without what it has set
             planned = self.plan[index]
             sample.reward, sample.label, sample.metadata = None, planned.label, planned.metadata
-            self._write(sample, index)
+            self._write(sample, index, is_counted=True)
 
-    def _write(self, sample: Sample, index: int) -> bool:
-        """Write a sample to the journal; False if it is none that JSON can hold, which is counted as a failure once."""
+    def _write(self, sample: Sample, index: int, *, is_counted: bool = False) -> bool:
+        """Write a sample to the journal; False if it is none that JSON can hold, which is counted as a failure.
+
+        Args:
+            sample: what is written.
+            index: of it.
+            is_counted: whether it has failed before, and is counted.
+        """
         try:
             self.journal.write(sample)
         except OSError:
             raise  # of the file
         except Exception as error:  # noqa: BLE001  # of whatever stands in the fields
             reason = error if isinstance(error, TypeError) else error_text(error)
-            self._count(index, f"a sample cannot be written as JSON: {reason}")
+            if not is_counted:
+                self._count(index, f"a sample cannot be written as JSON: {reason}")
             return False
         return True
 

@@ -68,7 +68,8 @@ class Trace(Observer):
     Any number of clients and rollouts may share one, in one thread at a time. In a forked child it writes nothing.
 
     Args:
-        path: the file. A trace that is there is replaced, any other file is not.
+        path: the file. A trace that is there is replaced when there is something to write, or when this one is closed;
+            any other file is not.
 
     Raises:
         FileExistsError: the file there is not empty, and no trace.
@@ -80,8 +81,8 @@ class Trace(Observer):
         self._origin = time.monotonic()
         self._file: int | None = _opened(self.path)
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _finish, self._file, self._pid)
-        self._is_first = True
+        self._finalizer: weakref.finalize[..., Trace] = weakref.finalize(self, os.close, self._file)
+        self._has_begun = False
         self._pending: list[bytes] = []
         self._flushing_in: asyncio.AbstractEventLoop | None = None
         self._next_line = 1
@@ -107,6 +108,7 @@ class Trace(Observer):
             self._write(*opened.ends(self._at(now), {"open": True}))
         self._open.clear()
         self._flush()
+        self._begin_file()
         self._file = None
         self._finalizer()
 
@@ -227,14 +229,24 @@ class Trace(Observer):
         if self._file is None or not pending:
             return
         text = b"\n,".join(pending)
-        data = text if self._is_first else b"\n," + text
-        self._is_first = False
+        data = b"\n," + text if self._has_begun else text
         try:
+            self._begin_file()
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             self._file = None
             _logger.warning("the trace %s ends here, as it cannot be written: %s", self.path, error)
+
+    def _begin_file(self) -> None:
+        """Replace the trace that was there, which is kept as long as there is nothing to put in its place."""
+        if self._file is None or self._has_begun or os.getpid() != self._pid:
+            return
+        self._has_begun = True
+        os.ftruncate(self._file, 0)
+        os.write(self._file, _BEGIN)
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _finish, self._file, self._pid)
 
 
 @dataclass
@@ -304,7 +316,7 @@ def _notes(call: ObservedCall, generation: Generation, versions: list[str]) -> d
 
 
 def _opened(path: Path) -> int:
-    """Open the file for this process alone, and empty it if it holds a trace."""
+    """Open the file for this process alone, and check that it holds a trace or nothing."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -312,8 +324,6 @@ def _opened(path: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not any(begin.startswith(os.pread(file, len(begin), 0)) for begin in _BEGINNINGS):
             raise FileExistsError(errno.EEXIST, _NO_TRACE, str(path))
-        os.ftruncate(file, 0)
-        os.write(file, _BEGIN)
     except BlockingIOError as error:
         os.close(file)
         raise BlockingIOError(error.errno, "another trace is being written to this file", str(path)) from None

@@ -70,6 +70,10 @@ class Rewards:
             made = self._function(judged) if self._is_async else await self._run_in_thread(judged)
             return await made if inspect.isawaitable(made) else made
 
+    def cancel_error(self, error: BaseException) -> RuntimeError:
+        """The error in place of a cancel that the function has raised by itself; it names the function."""
+        return exit_error(_WHAT, self._function, error)
+
     def warn_if_running(self) -> None:
         """Log how many threads are still running whose callers were cancelled."""
         if self._running:

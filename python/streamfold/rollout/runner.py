@@ -20,7 +20,7 @@ from streamfold.rollout.groups import (
 )  # fmt: skip
 from streamfold.rollout.rewards import as_number, check_reward
 from streamfold.rollout.spans import NO_SPANS
-from streamfold.rollout.tasks import AbortableTasks, Aborted, TimeLimit, wait_all
+from streamfold.rollout.tasks import AbortableTasks, Aborted, CancelledByItself, TimeLimit, wait_all
 from streamfold.rollout.user_code import UserCode
 from streamfold.samples.metadata import SECONDS, LastWrite, add_counts, metadata_of, own_metadata, remove_keys
 from streamfold.samples.reset import shorten
@@ -361,7 +361,7 @@ class GroupRunner:
             return
         try:
             with Observation(self._observers, subject_of(sample)).work("reward") as notes:
-                reward = await self.tasks.run(rewards.compute(sample), "reward", owner=outcome)
+                reward = await self._compute(rewards, sample, outcome)
                 self._set_rewards([sample], [reward])
                 notes["reward"] = as_number(sample.reward)
         except Aborted:
@@ -377,7 +377,7 @@ class GroupRunner:
             return
         try:
             with Observation(self._observers, subject_of(samples[0])).work("reward"):
-                values = await self.tasks.run(rewards.compute(samples), "reward", owner=outcome)
+                values = await self._compute(rewards, samples, outcome)
             if len(values) != len(samples):
                 raise ValueError(f"the reward function returned {len(values)} rewards for {len(samples)} samples")
             self._set_rewards(samples, values)
@@ -385,6 +385,13 @@ class GroupRunner:
             pass
         except Exception as error:  # noqa: BLE001  # a user's function
             self._record_failure(outcome, samples[0], error)
+
+    async def _compute(self, rewards: Rewards, judged: Any, outcome: GroupOutcome) -> Any:  # noqa: ANN401  # see compute
+        """The result of the reward function. A cancel of its own is an error, as that of a function in a thread is."""
+        try:
+            return await self.tasks.run(rewards.compute(judged), "reward", owner=outcome)
+        except CancelledByItself as error:
+            raise rewards.cancel_error(error.__cause__ or error) from error
 
     def _set_rewards(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
         """Set the rewards of samples, all or none: None stands for one that the function has set itself."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection
 
-__all__ = ["AbortMode", "AbortableTasks", "Aborted", "TimeLimit", "wait_all"]
+__all__ = ["AbortMode", "AbortableTasks", "Aborted", "CancelledByItself", "TimeLimit", "wait_all"]
 
 T = TypeVar("T")
 
@@ -20,6 +20,10 @@ it returns by itself, ``"reward"`` by waiting for it. Each of them is cancelled 
 
 class Aborted(Exception):  # internal: the scheduler catches it
     """The task was cancelled by :meth:`AbortableTasks.abort`, or reached its time limit."""
+
+
+class CancelledByItself(asyncio.CancelledError):
+    """The work raised a ``CancelledError``, which is the cause, or something cancelled its task that is not known."""
 
 
 @dataclass
@@ -59,7 +63,8 @@ class AbortableTasks:
 
         Raises:
             Aborted: :meth:`abort` or the limit cancelled the task.
-            asyncio.CancelledError: the caller was cancelled, or something else cancelled the task.
+            CancelledByItself: the work raised a ``CancelledError``, and nothing here had cancelled the task.
+            asyncio.CancelledError: the caller was cancelled.
         """
         task = asyncio.ensure_future(work)
         self._modes[task] = mode, owner
@@ -81,7 +86,10 @@ class AbortableTasks:
             raise cancelled
         if task.cancelled() and was_aborted:
             raise Aborted
-        return task.result()
+        try:
+            return task.result()
+        except asyncio.CancelledError as error:
+            raise CancelledByItself from error
 
     def abort(self, *modes: AbortMode, owner: object = None) -> None:
         """Cancel all running tasks of these modes, including those that were cancelled before.
