@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from streamfold import Client, StreamTruncated
+from streamfold import Client, Generation, Limits, StreamTruncated
 from streamfold.client.attempt import Attempt
 from support.replay import (
     ASKED,
@@ -18,8 +18,10 @@ from support.replay import (
     HANG,
     LAST_CHUNK,
     PROMPT,
+    RUNNING,
     Replay,
     Step,
+    begun,
     chunk,
     dripped,
     event,
@@ -157,6 +159,29 @@ async def test_a_snapshot_between_two_tries_is_empty_and_the_next_try_goes_on(tr
         assert [call.snapshot().token_ids.tolist() for _ in range(3)] == [[]] * 3
         assert (await call.abort()).token_ids.tolist() == []
         assert call.error is None
+
+
+@TRANSPORTS
+async def test_a_snapshot_of_a_call_that_waits_for_a_slot_is_empty(transport: Any) -> None:
+    async with Replay(RUNNING) as server, Client(server.url, transport=transport, limits=Limits(calls=1)) as client:
+        first = await begun(client)
+        queued = client.start(PROMPT, ASKED)
+        assert queued.snapshot() == queued.snapshot() == Generation([], [])
+        assert ", ," not in repr(queued.snapshot())
+        await first.abort()
+        await asyncio.wait_for(queued.wait_tokens(2), 30)
+        assert queued.snapshot().token_ids.tolist() == [1, 2]
+        assert (await queued.abort(drain=0)).token_ids.tolist() == [1, 2]
+
+
+@TRANSPORTS
+async def test_a_snapshot_of_a_call_that_has_failed_is_what_its_error_holds(transport: Any) -> None:
+    async with Replay([head(), chunk(event([1], 1)), FIN]) as server, Client(server.url, transport=transport) as client:
+        call = client.start(PROMPT, ASKED)
+        with pytest.raises(StreamTruncated) as caught:
+            await call
+        assert call.snapshot() is caught.value.partial
+        assert call.snapshot().token_ids.tolist() == [1]
 
 
 @TRANSPORTS

@@ -188,7 +188,7 @@ impl Generation {
     /// ``prompt_token_ids``, and ``indexer_topk`` of ``meta``. Empty without tokens.
     #[getter]
     fn missing(&self, py: Python<'_>) -> Py<PyTuple> {
-        self.missing.get_or_init(py, || PyTuple::empty(py).unbind()).clone_ref(py)
+        self.missing.get(py).map_or_else(|| PyTuple::empty(py).unbind(), |missing| missing.clone_ref(py))
     }
 
     /// When the tokens came; no part of ``==``. None if no request was sent, and of a :class:`Parser` alone.
@@ -339,7 +339,7 @@ impl Generation {
             counts.push(format!("max_tokens_per_event={max_tokens_per_event}"));
         }
         if let Some(timings) = timings.get(py) {
-            counts.push(timings.bind(py).str()?.to_string());
+            counts.extend(Some(timings.bind(py).str()?.to_string()).filter(|told| !told.is_empty()));
         }
         counts.push(format!("clamped_logprobs={clamped_logprobs}, meta={} keys", self.meta(py)?.len()));
         let count = token_ids.bind(py).len();
