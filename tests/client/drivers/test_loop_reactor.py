@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamfold.client.drivers import loop_reactor
 from streamfold.client.drivers.loop_reactor import LONGEST_REST, SHORTEST_REST, LoopReactor
 from support.replay import until
 
@@ -29,7 +29,7 @@ async def reactor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A reactor whose clock goes on by a millisecond each time somebody looks at it."""
     reactor = LoopReactor.acquire(asyncio.get_running_loop(), rests=(SHORTEST_REST, LONGEST_REST))
     ticks: Iterator[int] = itertools.count()
-    monkeypatch.setattr(loop_reactor.time, "monotonic", lambda: next(ticks) / 1000)
+    monkeypatch.setattr("streamfold.client.drivers.loop_reactor.monotonic", lambda: next(ticks) / 1000)
     yield reactor
     monkeypatch.undo()
     reactor.release()
@@ -37,8 +37,12 @@ async def reactor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def listening(reactor: LoopReactor, passed: list[Event]) -> list[Event]:
     """Events of connections whose handlers note what they get."""
+
+    def note(connection: int, kind: str, detail: object) -> None:
+        passed.append((connection, kind, detail))
+
     for connection in range(COUNT):
-        reactor.listen(connection, lambda kind, detail, at=connection: passed.append((at, kind, detail)))
+        reactor.listen(connection, partial(note, connection))
     return [(connection, kind, None) for kind in ("head", "ended") for connection in range(COUNT)]
 
 

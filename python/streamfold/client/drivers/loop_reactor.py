@@ -7,9 +7,9 @@ import math
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "linux":
@@ -128,7 +128,7 @@ class LoopReactor:
     def _dispatch(self, until: float) -> None:
         """Pass events on, in their order, up to a time; the event loop calls for the others."""
         self._is_dispatching = True
-        waiting, handlers, now = self._events, self._handlers, time.monotonic
+        waiting, handlers = self._events, self._handlers
         try:
             while waiting:
                 connection, kind, payload = waiting.popleft()
@@ -141,7 +141,7 @@ class LoopReactor:
                         self.loop.call_exception_handler(
                             {"message": f"the handler of {kind!r} failed", "exception": error}
                         )
-                    if now() >= until:
+                    if monotonic() >= until:
                         break
         finally:
             self._is_dispatching = False
@@ -150,7 +150,7 @@ class LoopReactor:
 
     def _continue(self) -> None:
         self._continuing = None
-        self._dispatch(until=time.monotonic() + _DISPATCH_SECONDS)
+        self._dispatch(until=monotonic() + _DISPATCH_SECONDS)
 
     # What the loop calls.
 
