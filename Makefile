@@ -8,6 +8,7 @@ BENCH_ARGS ?=
 # The last two parts of make bench take two hours in full: TRANSPORT_ARGS= SCALE_ARGS=
 TRANSPORT_ARGS ?= --quick
 SCALE_ARGS ?= --quick
+ABORTS_ARGS ?=
 TEST_ARGS ?=
 # Processes that run Python tests side by side; many tests wait for servers, so two cores are worth three.
 TEST_JOBS ?= 3
@@ -99,7 +100,9 @@ bench: $(BUILT) $(BENCH_SERVER)  ## Measure against what people run today, and w
 	$(BIN)/pytest benches/bench_*.py --timeout 900 --benchmark-quiet --benchmark-json target/bench.json $(BENCH_ARGS)
 	$(BIN)/python -m benches.transport --out target/transport.md $(TRANSPORT_ARGS)
 	$(BIN)/python -m benches.scale --out target/scale.md $(SCALE_ARGS)
-	$(BIN)/python -m benches.report target/bench.json target/transport.md target/scale.md >target/RESULTS.md
+	$(BIN)/python -m benches.abort_storm --out target/aborts.md $(ABORTS_ARGS)
+	$(BIN)/python -m benches.report target/bench.json target/transport.md target/scale.md target/aborts.md \
+	  benches/aims.md >target/RESULTS.md
 	mv target/RESULTS.md benches/RESULTS.md
 	cat benches/RESULTS.md
 	$(CARGO) bench $(BENCH_PARSERS_ARGS)

@@ -1,6 +1,7 @@
 """Writes RESULTS.md to standard output: ``python -m benches.report FILE [SECTION...]``.
 
-``FILE`` is pytest-benchmark's JSON; each ``SECTION`` is Markdown that ``benches.transport`` or ``benches.scale`` wrote.
+``FILE`` is pytest-benchmark's JSON; each ``SECTION`` is Markdown that ``benches.transport``, ``benches.scale`` or
+``benches.abort_storm`` wrote; and ``aims.md``, which is written by hand.
 """
 
 from __future__ import annotations
