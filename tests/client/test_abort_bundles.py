@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -244,6 +245,19 @@ async def test_what_a_server_leaves_of_a_row_is_posted_one_by_one(
         good = answer_json(None)
         server.routes[SGLANG.abort_path] = lambda _: odd if len(server.aborts) == place else good
         calls = await running(client)
+        await client.abort_all()
+        await until(lambda: set(server.aborts) == {call.rid for call in calls})
+
+
+async def test_a_worker_that_has_answered_others_is_not_silent_however_late_that_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamfold.client.control_requests._TIMEOUT_SECONDS", 1.0)
+    async with SGLANG.replay(SGLANG.running) as server, SGLANG.client(server.url) as client:
+        good = answer_json(None)
+        server.routes[SGLANG.abort_path] = lambda _: [HANG] if len(server.aborts) == 1 else good
+        calls = await running(client, 40)
+        asyncio.get_running_loop().call_later(0.9, time.sleep, 1.0)  # a busy event loop
         await client.abort_all()
         await until(lambda: set(server.aborts) == {call.rid for call in calls})
 

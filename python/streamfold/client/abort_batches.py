@@ -314,7 +314,7 @@ class AbortBatches:
         return len(rids)
 
     async def _post_to(self, path: str, bodies: Sequence[dict[str, Any]], count: int) -> int:
-        reply = Reply()
+        reply, began_at = Reply(), self._loop.time()
         self._replies[reply] = 0
         try:
             await self._requests.post(self._worker, path, bodies, reply)
@@ -322,7 +322,7 @@ class AbortBatches:
             self._heard_at = self._loop.time()
             raise
         except EngineError as error:
-            return self._after_failure(error, reply.passed, count)
+            return self._after_failure(error, reply.passed, count, began_at)
         finally:
             self._replies.pop(reply, None)
         self._heard_at = self._loop.time()
@@ -331,12 +331,11 @@ class AbortBatches:
         self._is_single = True  # it closes the connection before it has answered all
         return reply.passed + 1
 
-    def _after_failure(self, error: EngineError, passed: int, count: int) -> int:
+    def _after_failure(self, error: EngineError, passed: int, count: int, began_at: float) -> int:
         """How many of ``count`` are dealt with; the others are posted again, one by one. Not to a silent worker."""
-        now = self._loop.time()
         if passed or not isinstance(error, (Silent, Unreachable)):
-            self._heard_at = now
-        is_silent = self._heard_at <= now - self._requests.timeout  # on other connections too
+            self._heard_at = self._loop.time()
+        is_silent = self._heard_at <= began_at  # on other connections too
         if count > 1 and not is_silent:
             self._is_single = True
             return passed
