@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -166,6 +167,29 @@ def test_a_reward_function_may_import_what_lies_beside_it_when_it_is_called(
 
 
 # Standard input and JSON.
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("./nope", "--tokenizer ./nope: there is no such folder"),
+        ("owner/nope", "--tokenizer owner/nope cannot be loaded: OSError: no such repository"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_told_with_the_option_and_its_name(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_pretrained(name: str) -> None:
+        raise OSError("Repo id must use alphanumeric chars" if name.startswith(".") else "no such repository")
+
+    fake = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    files = ("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "samples.jsonl")
+    refused = shown("rollout", "--url", "http://127.0.0.1:9", *files, "--tokenizer", name)
+    assert refused.exit_code == 2
+    assert told in refused.stderr
 
 
 def test_prompts_come_from_standard_input(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ async def test_without_input_ids_the_prompt_is_in_extra_and_its_length_is_the_en
     assert generation.prompt_tokens == len(PROMPT)
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "vllm-completions"])
+async def test_a_call_without_a_prompt_is_refused_before_anything_is_sent(engine: Any) -> None:
+    async with Replay(WHOLE) as server, Client(server.url, engine=engine, extra={"priority": 1}) as client:
+        with pytest.raises(ValueError, match=r"pass input_ids, or .* in extra"):
+            await client.generate(None, {"max_new_tokens": 4})
+        assert not server.requests
+
+
 async def test_without_logprobs_none_are_asked_for_and_none_come() -> None:
     steps = stream(event([1], 1, logprobs=False), event([2], 2, "length", logprobs=False), DONE)
     async with Replay(steps) as server, Client(server.url) as client:

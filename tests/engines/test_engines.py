@@ -70,6 +70,17 @@ def test_extras_are_added_and_never_replace_what_an_argument_sets() -> None:
         payload(extra={"stream": False, "rid": "mine", "priority": 3})
 
 
+@pytest.mark.parametrize("extra", [None, {}, {"priority": 1, "return_hidden_states": True}, {"text": None}])
+def test_a_request_without_a_prompt_is_refused(extra: dict[str, Any] | None) -> None:
+    with pytest.raises(ValueError, match=r"no prompt: pass input_ids, or text .* in extra"):
+        payload(input_ids=None, extra=extra)
+
+
+@pytest.mark.parametrize("key", ["text", "input_ids", "input_embeds", "image_data", "session_params", "a_new_one"])
+def test_a_key_that_may_hold_a_prompt_is_left_to_the_engine(key: str) -> None:
+    assert payload(input_ids=None, extra={key: [[0.5]], "priority": 1})[key] == [[0.5]]
+
+
 def test_a_sampling_parameter_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature"):
         payload({"temperature": float("nan")})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError
 
-from streamfold import append_observation, complete
+from streamfold import StreamfoldError, append_observation, complete
 from streamfold.loopback import Loopback
 from streamfold.ray import worker as worker_module
 from streamfold.ray.buffer import RemoteScheduler, WorkerSet
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from streamfold import Client
+    from streamfold.rollout.outcome import GroupOutcome
 
 pytestmark = pytest.mark.ray
 
@@ -183,15 +184,22 @@ class ScriptedActor:
         given: the tokens of the samples that it was given.
     """
 
-    def __init__(self, *reports: tuple[int, ...], dies_of: RayError | None = None) -> None:
+    def __init__(self, *reports: tuple[int, ...], dies_of: RayError | None = None, is_gone: bool = False) -> None:
         self.reports = reports
         self.dies_of = dies_of
+        self.is_gone = is_gone  # it had died before it was given anything
         self.given: list[list[int]] = []
         self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
         self.open = SimpleNamespace(remote=self._open)
+        self.version = SimpleNamespace(remote=self._version)
 
     async def _open(self) -> None:
         raise ActorDiedError
+
+    async def _version(self) -> int:
+        if self.is_gone:
+            raise ActorDiedError
+        return 0
 
     async def _run(self, _epoch: int, packed: Any, _started: int, _version: int | None) -> AsyncIterator[Any]:
         self.given = [sample.tokens for sample in unpack_group(packed)]
@@ -229,6 +237,43 @@ async def test_the_next_worker_gets_each_sample_as_the_dead_one_has_reported_it_
     assert dead.given == prompts
     assert [len(tokens) - len(prompt) for tokens, prompt in zip(alive.given, prompts, strict=True)] == [5, 3]
     assert [sample.response_length for sample in outcome.group] == [6, 4]
+
+
+async def outcome_of(group: Any, tries: int, *actors: ScriptedActor) -> GroupOutcome | None:
+    """What becomes of a group on these workers, if ``tries`` may die with it."""
+    workers = WorkerSet(actors)
+    scheduler = RemoteScheduler(config(1, group_tries=tries), workers, RolloutStats(), None)
+    scheduler.start(group, 0)
+    try:
+        outcome: GroupOutcome | None = await bounded(scheduler.next_outcome())
+    finally:
+        workers.close()
+    return outcome
+
+
+async def test_workers_that_were_dead_before_they_got_a_group_are_no_try_of_it() -> None:
+    gone = [ScriptedActor(is_gone=True) for _ in range(3)]
+    alive = ScriptedActor((1, 1))
+    outcome = await outcome_of(groups_of(1)[0], 2, ScriptedActor((2, 0), dies_of=NodeDiedError("gone")), *gone, alive)
+    assert outcome is not None
+    assert outcome.failures == []
+    assert [sample.response_length for sample in outcome.group] == [3, 1]
+    assert all(actor.given == [] for actor in gone)
+
+
+async def test_a_group_with_which_too_many_workers_died_fails_only_if_another_one_is_alive() -> None:
+    def dying() -> ScriptedActor:
+        return ScriptedActor((1, 0), dies_of=RayActorError())
+
+    alive = ScriptedActor((1, 1))
+    outcome = await outcome_of(groups_of(1)[0], 2, dying(), dying(), alive)
+    assert outcome is not None
+    assert ["2 workers have died with group" in str(error) for _, error in outcome.failures] == [True]
+    assert alive.given == []
+    group = groups_of(1)[0]
+    with pytest.raises(StreamfoldError, match="all workers have died for good"):
+        await outcome_of(group, 2, dying(), dying(), ScriptedActor(is_gone=True))
+    assert [sample.response_length for sample in group] == [2, 0]
 
 
 async def test_a_report_of_a_group_in_flight_is_in_the_group_once_it_is_asked_for() -> None:

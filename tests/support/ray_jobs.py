@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,8 @@ from support.rollouts import append, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from typing_extensions import Self
 
     from streamfold.loopback import Loopback
     from streamfold.ray import RolloutWorkers
@@ -50,10 +53,24 @@ async def open_workers(
     from streamfold.ray import RolloutWorkers  # noqa: PLC0415 - the actors of a test need it first
 
     make = Make(engine.url, groups)
-    async with RolloutWorkers(
-        2, client=make.client, config=config, source=make.buffer, worker_options={"num_cpus": 0}, **options
-    ) as opened:
+    defaults: dict[str, Any] = {"client": make.client, "source": make.buffer, "worker_options": {"num_cpus": 0}}
+    async with RolloutWorkers(2, config=config, **{**defaults, **options}) as opened:
         yield opened
+
+
+class DiesWhenOpened(Client):
+    """A client with which the process is killed that opens it, as often as ``folder`` has a file."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        super().__init__(url, experts=SHAPE)
+        self.folder = folder
+
+    async def __aenter__(self) -> Self:
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another worker was faster
+                path.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return await super().__aenter__()
 
 
 def undisturbed(engine: Loopback, sample: Sample, params: dict[str, Any]) -> Sample:

@@ -168,8 +168,7 @@ def tokenizer_option(name: str | None) -> TokenizerOption:
     """Load a tokenizer of transformers, by name or folder.
 
     Raises:
-        ValueError: transformers is not installed.
-        OSError: there is no such tokenizer.
+        ValueError: transformers is not installed, there is no such tokenizer, or it cannot be loaded.
     """
     if name is None:
         return TokenizerOption(None, None, [])
@@ -177,7 +176,12 @@ def tokenizer_option(name: str | None) -> TokenizerOption:
         transformers = importlib.import_module("transformers")  # slow, and only needed here
     except ImportError:
         raise ValueError("--tokenizer needs transformers: pip install transformers") from None
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    if name.startswith(("/", "./", "../")) and not Path(name).exists():
+        raise ValueError(f"--tokenizer {name}: there is no such folder")  # the hub would take it for a name
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever transformers and the hub raise
+        raise ValueError(f"--tokenizer {name} cannot be loaded: {type(error).__name__}: {error}") from error
 
     def encode(prompt: str | list[dict[str, Any]]) -> list[int]:
         if isinstance(prompt, str):

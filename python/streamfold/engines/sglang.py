@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from streamfold.engines.base import EngineSpec, asks_top_p, check_finite, read_json, with_extra
 from streamfold.engines.parameters import SGLANG
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from streamfold.engines.base import Ids, Post, RequestOptions
 
 __all__ = ["Sglang"]
+_BESIDE_PROMPT: Final = frozenset(  # keys of a request that route it, or say what it is to return
+    {
+        "custom_labels", "custom_logit_processor", "data_parallel_rank", "extra_key", "log_metrics",
+        "logprob_start_len", "lora_path", "no_logs", "priority", "routed_dp_rank", "routed_experts_dtype",
+        "routed_experts_start_len", "routing_key", "token_ids_logprob", "top_logprobs_num",
+    }
+)  # fmt: skip
 
 
 class Sglang(EngineSpec):
@@ -54,6 +61,8 @@ class Sglang(EngineSpec):
         payload: dict[str, Any] = {"rid": asked.rid}
         if input_ids is not None:
             payload["input_ids"] = input_ids
+        elif all(_holds_no_prompt(str(key)) or value is None for key, value in (asked.extra or {}).items()):
+            raise ValueError("the request has no prompt: pass input_ids, or text (or input_ids, input_embeds) in extra")
         payload |= {"sampling_params": params, "stream": True, "return_logprob": asked.logprobs}
         if asked.prompt_token_ids:
             payload["return_prompt_token_ids"] = True
@@ -113,3 +122,8 @@ def _requests(load: object) -> int:
             if all(isinstance(count, int) for count in counts):
                 return sum(cast("list[int]", counts))
     raise EngineError(f"the engine's load is of an unknown shape: {repr(load)[:200]}")
+
+
+def _holds_no_prompt(key: str) -> bool:
+    """Whether a key of a request is known to say something else than the prompt. Any other may hold one."""
+    return key in _BESIDE_PROMPT or key.startswith(("return_", "bootstrap_"))

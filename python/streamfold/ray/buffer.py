@@ -39,6 +39,7 @@ __all__ = ["BufferActor", "RemoteScheduler", "WorkerSet"]
 _logger = logging.getLogger("streamfold")
 
 _REVIVE_SECONDS: Final = 0.1  # between two looks for a worker that Ray starts again
+_OPEN_SECONDS: Final = 60.0  # for a worker that has died while it was opened: then that is an error
 _GRACE_SECONDS: Final = 15.0  # beyond the limits of an abort, which the worker keeps itself
 
 
@@ -91,6 +92,7 @@ class WorkerSet:
         self._workers = [WorkerHandle(actor) for actor in actors]
         self._changed = asyncio.Event()
         self._revivals: set[asyncio.Task[None]] = set()
+        self._last_error: BaseException | None = None  # of the worker that was given up last
         self._epoch = -1
 
     @property
@@ -104,18 +106,36 @@ class WorkerSet:
         return self._epoch
 
     async def pick(self, scheduler: Scheduler) -> WorkerHandle | None:
-        """The worker with the fewest samples in flight; None once the scheduler is being aborted.
+        """The worker with the fewest samples in flight, when there is one.
 
-        Raises:
-            StreamfoldError: all workers are dead, and Ray does not start them again.
+        None once the scheduler is being aborted, or all workers have died for good.
         """
-        while not scheduler.aborted:
-            if not self._workers:
-                raise StreamfoldError("all workers have died, and Ray does not start them again: see its log")
+        while self._workers and not scheduler.aborted:
             if alive := self.alive:
                 return min(alive, key=lambda worker: worker.in_flight)
             await self._changed.wait()
         return None
+
+    async def answers(self, worker: WorkerHandle) -> bool:
+        """Whether a worker that counts as alive is. If not, that is noted."""
+        try:
+            await worker.actor.version.remote()
+        except RayError as error:
+            if not means_death(error):
+                raise
+            self.lose(worker, error)
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raise StreamfoldError if all workers have died for good."""
+        if not self._workers:
+            raise StreamfoldError(
+                "all workers have died for good: Ray starts none of them again. All groups are with the buffer, with "
+                "the tokens that were reported: save() writes them, and new RolloutWorkers can go on with that file. "
+                "How often Ray starts a worker again, max_restarts of worker_options says (-1, the default: always). "
+                "Why they died is in Ray's log"
+            ) from self._last_error
 
     def lose(self, worker: WorkerHandle, error: RayError) -> None:
         """Note that a worker has died. It can be given groups again when Ray has started it again."""
@@ -141,9 +161,10 @@ class WorkerSet:
             while not await _is_up(worker.actor):  # noqa: ASYNC110  # Ray has no event for it
                 await asyncio.sleep(_REVIVE_SECONDS)
             worker.is_alive = True
-        except Exception:
+        except Exception as error:
             _logger.exception("a worker that has died cannot be used any more")
             self._workers.remove(worker)
+            self._last_error = error
         self.wake()
 
 
@@ -167,6 +188,7 @@ class RemoteScheduler(Scheduler):
         self._version = version
         self._epoch = workers.next_epoch()
         self._is_aborted = False
+        self._is_stranded = False  # a group has ended because no worker is left
         self._reported: set[_Reported] = set()
 
     @property
@@ -204,19 +226,32 @@ class RemoteScheduler(Scheduler):
         for reported in self._reported:
             reported.apply()
 
+    def _check(self) -> None:
+        if self._is_stranded:
+            self._workers.check()
+
     async def _run(self, outcome: GroupOutcome) -> None:
-        for _ in range(self._config.group_tries):
-            worker = await self._workers.pick(self)
-            if worker is None or await self._run_on(worker, outcome):
-                return
+        deaths = 0
+        while (worker := await self._workers.pick(self)) is not None:
+            samples = len(unfinished_samples(outcome.elements))
+            worker.in_flight += samples
+            try:
+                # Many workers may die at once, with their node. One that was dead before tells nothing of the group.
+                if deaths and not await self._workers.answers(worker):
+                    continue
+                if deaths == self._config.group_tries:
+                    raise StreamfoldError(f"{deaths} workers have died with group {outcome.index}")
+                if await self._run_on(worker, outcome):
+                    return
+            finally:
+                worker.in_flight -= samples
+            deaths += 1
             if not self._config.partial_rollout:
                 self._stats.lost += restart_samples(unfinished_samples(outcome.elements))
-        raise StreamfoldError(f"{self._config.group_tries} workers have died with group {outcome.index}")
+        self._is_stranded = not self._is_aborted
 
     async def _run_on(self, worker: WorkerHandle, outcome: GroupOutcome) -> bool:
         """Run a group on a worker until it has ended; False if the worker has died."""
-        samples = len(unfinished_samples(outcome.elements))
-        worker.in_flight += samples
         reported = _Reported(outcome)
         self._reported.add(reported)
         try:
@@ -232,7 +267,6 @@ class RemoteScheduler(Scheduler):
             self._workers.lose(worker, error)
             return False
         finally:
-            worker.in_flight -= samples
             self._reported.remove(reported)
             reported.apply()
         return True
@@ -284,7 +318,7 @@ class BufferActor:
         self._version = version
         hooks = RolloutHooks(count_engines=lambda: 1, scheduler=self._scheduler)
         self._rollout = self._setup.rollout(**self._filters, hooks=hooks)
-        return list(await asyncio.gather(*(actor.open.remote() for actor in actors)))
+        return list(await asyncio.gather(*map(_open, actors)))
 
     def _scheduler(self, stats: RolloutStats, version: Callable[[], int] | None) -> RemoteScheduler:
         self._current = RemoteScheduler(self._setup.config, self._workers, stats, version)
@@ -359,6 +393,30 @@ class BufferActor:
         finally:
             await asyncio.gather(*(_quietly(each.actor.close.remote()) for each in self._workers.alive))
             self._workers.close()
+
+
+async def _open(actor: Any) -> int:  # noqa: ANN401  # an actor handle
+    """Open a worker, again if Ray has to start it again; returns its process id."""
+    began_at = None
+    while True:
+        try:
+            pid: int = await actor.open.remote()
+        except RayError as error:
+            if not means_death(error):
+                raise
+            now = asyncio.get_running_loop().time()
+            if began_at is None:
+                began_at = now
+                _logger.warning("a worker has died while it opened its client: %s", error)
+            if isinstance(error, ActorDiedError) or now > began_at + _OPEN_SECONDS:
+                raise StreamfoldError(
+                    "a worker has died while it opened its client, and did not come back: Ray starts it again as "
+                    "often as max_restarts of worker_options says (-1: always). Why it died is in Ray's log; its "
+                    f"error: {error}"
+                ) from error
+        else:
+            return pid
+        await asyncio.sleep(_REVIVE_SECONDS)
 
 
 async def _is_up(actor: Any) -> bool:  # noqa: ANN401  # an actor handle

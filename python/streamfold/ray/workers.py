@@ -61,6 +61,10 @@ class RolloutWorkers:
     ``config.group_tries`` workers die fails. Between processes samples are arrays in Ray's object store, in the form of
     a buffer's file.
 
+    If all workers have died for good, :meth:`run` and :meth:`next` raise; the groups are with the buffer. If the
+    buffer's actor dies, all calls raise Ray's ``ActorDiedError``, and everything is lost that came after the last
+    :meth:`save`: save often, to a disk that outlives the node, with a ``source`` that loads the file.
+
     The arguments are pickled. Exceptions of these functions are raised or logged with their traceback in the worker.
 
     Args:
@@ -75,7 +79,8 @@ class RolloutWorkers:
         in_flight: how many groups are in flight on all workers together, for :meth:`next`: see
             :class:`~streamfold.Pool`.
         version: the initial weight version.
-        worker_options: of Ray for the workers' actors, as ``{"num_cpus": 1}``, which is the default.
+        worker_options: of Ray for the workers' actors, as ``{"num_cpus": 1, "max_restarts": -1}``, which is the
+            default: they are always started again.
 
     Raises:
         ValueError: ``num_workers`` is below 1, or ``config`` has a ``trace``: each worker's client needs its own.
@@ -124,7 +129,12 @@ class RolloutWorkers:
         return f"<RolloutWorkers: {self._num_workers}, {state}: {self._config!r}>"
 
     async def __aenter__(self) -> Self:
-        """Start the actors, and open their clients; Ray is started if it is not."""
+        """Start the actors, and open their clients; Ray is started if it is not.
+
+        Raises:
+            StreamfoldError: a worker has died meanwhile, and Ray has not started it again within a minute.
+            Exception: what ``client`` or ``source`` raised.
+        """
         options = {"max_concurrency": _CALLS}
         worker: Any = ray.remote(Worker)
         buffer: Any = ray.remote(BufferActor)
@@ -155,7 +165,7 @@ class RolloutWorkers:
         """One rollout, as :meth:`Rollout.run <streamfold.Rollout.run>`: at its end nothing is in flight.
 
         Raises:
-            StreamfoldError: too many groups failed, or :meth:`next` was called before.
+            StreamfoldError: too many groups failed, all workers have died for good, or :meth:`next` was called before.
             Exception: what the source or a filter raised.
         """
         packed, metrics, shortage = await self._fetch("run", rollout_id)
@@ -165,7 +175,7 @@ class RolloutWorkers:
         """Wait for ``n`` finished groups, as :meth:`Pool.next <streamfold.Pool.next>`; others stay in flight.
 
         Raises:
-            StreamfoldError: too many groups failed.
+            StreamfoldError: too many groups failed, or all workers have died for good.
             Exception: what the source or a filter raised.
         """
         return [unpack_group(each) for each in await self._fetch("next", n)]

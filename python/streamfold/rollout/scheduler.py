@@ -75,10 +75,15 @@ class Scheduler(ABC):
         task.add_done_callback(self._on_done)
 
     async def next_outcome(self) -> GroupOutcome | None:
-        """Wait for the next group to end; None if none is in flight."""
+        """Wait for the next group to end; None if none is in flight.
+
+        Raises:
+            StreamfoldError: no group can run here any more. Those that were in flight stay outcomes.
+        """
         while not self._outcomes and self._running:
             self._has_outcome.clear()
             await self._has_outcome.wait()
+        self._check()
         return self.pop_outcome()
 
     def pop_outcome(self) -> GroupOutcome | None:
@@ -108,6 +113,9 @@ class Scheduler(ABC):
     def snapshot(self, sample: Sample) -> Sample:
         """A copy of a sample that runs here, as an abort at this moment would leave it; itself if it does not run."""
         return sample
+
+    def _check(self) -> None:  # noqa: B027  # most can always run groups
+        """Raise StreamfoldError if no group can run here any more."""
 
     @abstractmethod
     async def _run(self, outcome: GroupOutcome) -> None:
