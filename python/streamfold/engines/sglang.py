@@ -61,8 +61,8 @@ class Sglang(EngineSpec):
         payload: dict[str, Any] = {"rid": asked.rid}
         if input_ids is not None:
             payload["input_ids"] = input_ids
-        elif all(_holds_no_prompt(str(key)) or value is None for key, value in (asked.extra or {}).items()):
-            raise ValueError("the request has no prompt: pass input_ids, or text (or input_ids, input_embeds) in extra")
+        else:
+            _check_prompt(asked.extra or {})
         payload |= {"sampling_params": params, "stream": True, "return_logprob": asked.logprobs}
         if asked.prompt_token_ids:
             payload["return_prompt_token_ids"] = True
@@ -122,6 +122,12 @@ def _requests(load: object) -> int:
             if all(isinstance(count, int) for count in counts):
                 return sum(cast("list[int]", counts))
     raise EngineError(f"the engine's load is of an unknown shape: {repr(load)[:200]}")
+
+
+def _check_prompt(extra: Mapping[str, Any]) -> None:
+    """Raise ValueError if a request without ids has nothing else that may be a prompt."""
+    if all(_holds_no_prompt(str(key)) or value is None for key, value in extra.items()):
+        raise ValueError("the request has no prompt: pass input_ids, or text (or input_ids, input_embeds) in extra")
 
 
 def _holds_no_prompt(key: str) -> bool:
