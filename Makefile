@@ -36,6 +36,8 @@ SHELL := bash
 # maturin installs into the environment that is named here, whichever one the caller has activated.
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
+# Each worker of pytest, and each interpreter that a test starts, would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-torch test-lowest lint docs check bench soak fuzz wheel develop clean FORCE
 
