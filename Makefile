@@ -9,8 +9,8 @@ BENCH_ARGS ?=
 TRANSPORT_ARGS ?= --quick
 SCALE_ARGS ?= --quick
 TEST_ARGS ?=
-# Processes that run Python tests side by side; many tests wait for servers, so two cores are worth three.
-TEST_JOBS ?= 3
+# Processes that run Python tests side by side; many tests wait for servers, so two cores are worth four.
+TEST_JOBS ?= 4
 # Processes that compute beside the tests in make soak.
 BUSY ?= 10
 
@@ -55,7 +55,7 @@ test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch 
 	fi
 	$(CARGO) test --workspace --locked --doc
 	$(CARGO) test --quiet $(BENCH_SERVER_ARGS)
-	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
+	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal -m "not torch and not ray" $(TEST_ARGS)
 
 test-torch: $(TORCH)  ## Run the tests that need torch or ray, after installing them (a download of up to 3 GB, once)
 	$(BIN)/pytest -m "torch or ray" $(TEST_ARGS)
