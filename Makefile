@@ -10,8 +10,8 @@ TRANSPORT_ARGS ?= --quick
 SCALE_ARGS ?= --quick
 ABORTS_ARGS ?=
 TEST_ARGS ?=
-# Processes that run Python tests side by side; many tests wait for servers, so two cores are worth three.
-TEST_JOBS ?= 3
+# Processes that run Python tests side by side; many tests wait for servers, so two cores are worth four.
+TEST_JOBS ?= 4
 # Processes that compute beside the tests in make soak.
 BUSY ?= 10
 
@@ -37,6 +37,8 @@ SHELL := bash
 # maturin installs into the environment that is named here, whichever one the caller has activated.
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
+# Each worker of pytest, and each interpreter that a test starts, would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-torch test-lowest lint docs check bench soak fuzz wheel develop clean FORCE
 
@@ -54,7 +56,7 @@ test: $(BUILT) $(BENCH_SERVER)  ## Run the Rust and Python tests (without torch 
 	fi
 	$(CARGO) test --workspace --locked --doc
 	$(CARGO) test --quiet $(BENCH_SERVER_ARGS)
-	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
+	$(BIN)/pytest -n $(TEST_JOBS) --dist worksteal -m "not torch and not ray" $(TEST_ARGS)
 
 test-torch: $(TORCH)  ## Run the tests that need torch or ray, after installing them (a download of up to 3 GB, once)
 	$(BIN)/pytest -m "torch or ray" $(TEST_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import inspect
 import os
@@ -19,7 +20,7 @@ from support.carriers import ASYNCIO, CARRIERS, HTTPX
 from support.speaking import SPEECHES, VLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from support.carriers import Carrier
     from support.speaking import Speech
@@ -41,6 +42,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def soaking(config: pytest.Config) -> bool:
     return bool(config.getoption("--soak")) or os.environ.get("STREAMFOLD_SOAK", "0") not in ("", "0")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is collected out of the garbage collector's way: half a million objects that live to the end.
+
+    It would traverse them a thousand times while they are made, and at each ``gc.collect()`` of a test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

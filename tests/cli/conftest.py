@@ -1,4 +1,4 @@
-"""The signals of the commands that these tests start."""
+"""The commands that these tests start, and their signals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.commands import Commands
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """Where a test runs ``streamfold`` in a process of its own."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with Commands.ready() as commands:
+        signal.signal(signal.SIGHUP, before)
+        yield commands
 
 
 @pytest.fixture(autouse=True)

@@ -25,19 +25,26 @@ from support.loopback_http import until
 from support.paths import DATA, ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
     from streamfold.samples.sample import Sample
+    from support.commands import Commands
+
+    Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 PAYLOAD = ROOT / "examples" / "payload.json"
 ROW = re.compile(r"^(.*?\S) {2,}([\d,]+ +[\d,]+)$", re.MULTILINE)  # of the demo's table of rollouts
 
 
-def streamfold(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``streamfold`` with a proxy in the environment that nobody listens at, as on many a cluster."""
-    environment = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "NO_COLOR": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-W", "error", "-m", "streamfold", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture
+def streamfold(commands: Commands) -> Run:
+    """Run ``streamfold`` to its end."""
+
+    def run(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return commands.run(arguments, cwd=cwd)
+
+    return run
 
 
 def few_prompts(folder: Path) -> Path:
@@ -62,7 +69,7 @@ def serving(*arguments: str) -> Iterator[str]:
             assert process.wait(timeout=20) == 0
 
 
-def test_help_teaches_every_command() -> None:
+def test_help_teaches_every_command(streamfold: Run) -> None:
     told = streamfold("--help")
     assert told.returncode == 0
     for command in ("demo", "serve", "rollout", "record", "replay"):
@@ -70,7 +77,7 @@ def test_help_teaches_every_command() -> None:
         assert streamfold(command, "--help").returncode == 0
 
 
-def test_the_demo_shows_its_rollouts_and_writes_what_it_got(tmp_path: Path) -> None:
+def test_the_demo_shows_its_rollouts_and_writes_what_it_got(streamfold: Run, tmp_path: Path) -> None:
     done = streamfold("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = {name: [int(each.replace(",", "")) for each in row.split()] for name, row in ROW.findall(done.stdout)}
@@ -91,7 +98,7 @@ def test_the_demo_shows_its_rollouts_and_writes_what_it_got(tmp_path: Path) -> N
     assert "examples/rollout.py" in done.stdout
 
 
-def test_the_demo_takes_other_prompts_and_names_the_line_that_is_none(tmp_path: Path) -> None:
+def test_the_demo_takes_other_prompts_and_names_the_line_that_is_none(streamfold: Run, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hi [/bold]"}\n{"prompt": "Ho"}\n', encoding="utf-8")
     out = tmp_path / "samples.jsonl"
@@ -167,7 +174,7 @@ def run_example(name: str, url: str) -> str:
     ).stdout
 
 
-def test_record_saves_the_very_bytes_and_replay_reads_them(tmp_path: Path) -> None:
+def test_record_saves_the_very_bytes_and_replay_reads_them(streamfold: Run, tmp_path: Path) -> None:
     out = tmp_path / "stream.sse"
     with Loopback(token_rate=200, seed=3) as engine:
         done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", out)
@@ -189,7 +196,7 @@ def test_record_saves_the_very_bytes_and_replay_reads_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "vllm-completions"])
-def test_record_of_each_engine_names_the_command_that_reads_it(engine: str, tmp_path: Path) -> None:
+def test_record_of_each_engine_names_the_command_that_reads_it(streamfold: Run, engine: str, tmp_path: Path) -> None:
     payload, out = tmp_path / "payload.json", tmp_path / "[bold] stream.sse"
     params = {"max_tokens": 8, "logprobs": 1, "temperature": 0, "ignore_eos": True}
     requests: dict[str, dict[str, Any]] = {
@@ -211,7 +218,7 @@ def test_record_of_each_engine_names_the_command_that_reads_it(engine: str, tmp_
     assert facts["logprobs"].count(",") == 7
 
 
-def test_replay_of_bytes_alone_says_what_to_tell_it(tmp_path: Path) -> None:
+def test_replay_of_bytes_alone_says_what_to_tell_it(streamfold: Run, tmp_path: Path) -> None:
     alone = tmp_path / "alone.sse"
     alone.write_bytes((DATA / "cases" / "13-done-without-finish.sse").read_bytes())
     told = streamfold("replay", alone)
@@ -220,7 +227,7 @@ def test_replay_of_bytes_alone_says_what_to_tell_it(tmp_path: Path) -> None:
     assert "--dialect" not in streamfold("replay", alone, "--dialect", "sglang").stdout
 
 
-def test_replay_shows_the_bytes_around_an_error() -> None:
+def test_replay_shows_the_bytes_around_an_error(streamfold: Run) -> None:
     case = DATA / "cases" / "25-nan-literal.sse"
     shown = streamfold("replay", case, "--logprobs")
     assert shown.returncode == 1
@@ -231,14 +238,14 @@ def test_replay_shows_the_bytes_around_an_error() -> None:
     assert int(mark.split()[-1]) == body.index(b"NaN")
 
 
-def test_replay_tells_of_a_stream_that_was_cut() -> None:
+def test_replay_tells_of_a_stream_that_was_cut(streamfold: Run) -> None:
     shown = streamfold("replay", DATA / "cases" / "13-done-without-finish.sse", "--logprobs")
     assert shown.returncode == 1
     assert "StreamTruncated" in shown.stderr
     assert "the stream is truncated" in shown.stdout
 
 
-def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_record_of_an_engine_that_is_not_there_says_so(streamfold: Run, tmp_path: Path) -> None:
     done = streamfold("record", "--url", "http://127.0.0.1:9", "--payload", PAYLOAD, "--out", tmp_path / "none.sse")
     assert done.returncode == 1
     assert "no reply from http://127.0.0.1:9" in done.stderr
@@ -246,7 +253,7 @@ def test_record_of_an_engine_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 503])
-def test_record_of_a_refusal_keeps_it_and_fails(status: int, tmp_path: Path) -> None:
+def test_record_of_a_refusal_keeps_it_and_fails(streamfold: Run, status: int, tmp_path: Path) -> None:
     refusal = Faults([{"kind": "status", "status": status, "body": {"error": "not [/today]"}}])
     with Loopback(faults=refusal) as engine:
         done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", tmp_path / "stream.sse")
@@ -257,7 +264,9 @@ def test_record_of_a_refusal_keeps_it_and_fails(status: int, tmp_path: Path) -> 
     assert (saved.status, b"not [/today]" in saved.body) == (status, True)
 
 
-def test_record_sends_the_api_key_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_record_sends_the_api_key_of_the_environment(
+    streamfold: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with Loopback(api_key="s3cret") as engine:
         arguments = ("record", "--url", engine.url, "--payload", PAYLOAD, "--out", tmp_path / "stream.sse")
         monkeypatch.setenv("STREAMFOLD_API_KEY", "s3cret")
@@ -288,7 +297,9 @@ def test_a_recording_that_is_interrupted_keeps_what_has_come(number: signal.Sign
 
 
 @pytest.mark.parametrize("out", ["payload.sse", "payload.json", "stream.json"])
-def test_a_recording_never_takes_the_place_of_its_payload_or_of_what_tells_of_it(out: str, tmp_path: Path) -> None:
+def test_a_recording_never_takes_the_place_of_its_payload_or_of_what_tells_of_it(
+    streamfold: Run, out: str, tmp_path: Path
+) -> None:
     payload = tmp_path / "payload.json"
     payload.write_bytes(PAYLOAD.read_bytes())
     done = streamfold("record", "--url", "http://127.0.0.1:9", "--payload", payload, "--out", tmp_path / out)
@@ -298,7 +309,7 @@ def test_a_recording_never_takes_the_place_of_its_payload_or_of_what_tells_of_it
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_in_one_line(streamfold: Run, tmp_path: Path) -> None:
     with Loopback() as engine:
         done = streamfold("record", "--url", engine.url, "--payload", PAYLOAD, "--out", "/dev/full")
     assert done.returncode == 2
@@ -351,7 +362,9 @@ def test_what_tells_of_a_stream_may_be_anything_that_is_not_needed(tmp_path: Pat
         (("serve", "--port", "65536"), "65535"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], word: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused_in_one_line(
+    streamfold: Run, arguments: tuple[str, ...], word: str, tmp_path: Path
+) -> None:
     done = streamfold(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert word in done.stderr

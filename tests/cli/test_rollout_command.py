@@ -17,39 +17,55 @@ import pytest
 from streamfold.cli.journal import read_samples
 from streamfold.loopback import Loopback
 from streamfold.samples.sample import Sample
+from support.commands import ENVIRONMENT, SECONDS
 from support.paths import ROOT
 from support.replay import DONE, Replay, Request, answer_json, event, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
+    from typing import TypeAlias
 
+    from support.commands import Commands
     from support.replay import Step
 
-SECONDS = 60  # after which something hangs
+    Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+    RunBeside: TypeAlias = Callable[..., Awaitable[subprocess.CompletedProcess[str]]]
+
 LINES = ["Say\u2028it\x85again.", "用一句话", "Say\u2028it\x85again.", "A 🐎"]
 BUDGET = 120
 
 
+def arguments_of(url: str, prompts: Path, out: Path, *options: str) -> list[str]:
+    return ["rollout", "--url", url, "--prompts", str(prompts), "--out", str(out), *options]
+
+
 def command(url: str, prompts: Path, out: Path, *options: str) -> list[str]:
-    files = ("--url", url, "--prompts", str(prompts), "--out", str(out))
-    return [sys.executable, "-W", "error", "-m", "streamfold", "rollout", *files, *options]
+    return [sys.executable, "-W", "error", "-m", "streamfold", *arguments_of(url, prompts, out, *options)]
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "NO_COLOR": "1", "COLUMNS": "200", **more}
+    return {**os.environ, **ENVIRONMENT, **more}
 
 
-def rollout(url: str, prompts: Path, out: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(url, prompts, out, *options),
-        env=environment(**variables), capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
+@pytest.fixture
+def rollout(commands: Commands) -> Run:
+    """Run ``streamfold rollout`` to its end."""
+
+    def run(url: str, prompts: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+        return commands.run(arguments_of(url, prompts, out, *options))
+
+    return run
 
 
-async def rolled(engine: Replay, prompts: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def rolled(rollout: Run) -> RunBeside:
     """The same against a server of this process's own event loop."""
-    return await asyncio.to_thread(rollout, engine.url, prompts, out, *options)
+
+    async def run(engine: Replay, prompts: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(rollout, engine.url, prompts, out, *options)
+
+    return run
 
 
 def interrupted(number: signal.Signals, when: Callable[[], bool], *arguments: Any) -> tuple[int, str, str]:
@@ -112,7 +128,7 @@ def check_equal(engine: Loopback, sample: Sample, text: str, *, ids: bool = True
 @pytest.mark.parametrize("arrays", ["lists", "npz"])
 @pytest.mark.parametrize("ids", [True, False], ids=["ids", "text"])
 def test_every_sample_is_the_undisturbed_one_and_none_is_asked_for_twice(
-    ids: bool, arrays: str, tmp_path: Path
+    rollout: Run, ids: bool, arrays: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "samples.jsonl"
     with Loopback(stop_probability=1 / 60, incremental=True, stream_interval=7) as engine:
@@ -137,7 +153,7 @@ def test_every_sample_is_the_undisturbed_one_and_none_is_asked_for_twice(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_keeps_all_that_has_come_and_goes_on_from_there(
-    number: signal.Signals, tmp_path: Path
+    rollout: Run, number: signal.Signals, tmp_path: Path
 ) -> None:
     out = tmp_path / "samples.jsonl"
     with Loopback(token_rate=150, stop_probability=1 / 80, keep_requests=1000) as engine:
@@ -171,7 +187,9 @@ def test_an_interrupted_run_keeps_all_that_has_come_and_goes_on_from_there(
     assert len(lines_of(out)) == 16
 
 
-def test_partial_samples_of_text_prompts_are_resumed_if_the_engine_sends_the_ids_of_prompts(tmp_path: Path) -> None:
+def test_partial_samples_of_text_prompts_are_resumed_if_the_engine_sends_the_ids_of_prompts(
+    rollout: Run, tmp_path: Path
+) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in LINES), encoding="utf-8")
     options = ["-n", "2", "--max-new-tokens", str(BUDGET), "--temperature", "0", "--prompt-token-ids"]
@@ -234,7 +252,7 @@ def test_the_summary_says_how_many_texts_were_joined_without_a_tokenizer(has_tok
 
 
 @pytest.mark.parametrize("arrays", ["lists", "npz"])
-def test_a_killed_run_loses_only_what_was_in_flight(arrays: str, tmp_path: Path) -> None:
+def test_a_killed_run_loses_only_what_was_in_flight(rollout: Run, arrays: str, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     with Loopback(token_rate=300, stop_probability=1 / 80, keep_requests=1000) as engine:
         prompts = with_ids(engine, tmp_path / "prompts.jsonl")
@@ -258,7 +276,7 @@ def test_a_killed_run_loses_only_what_was_in_flight(arrays: str, tmp_path: Path)
     assert len(lines_of(out)) == 20
 
 
-def test_side_data_survives_an_interruption(tmp_path: Path) -> None:
+def test_side_data_survives_an_interruption(rollout: Run, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     with Loopback(token_rate=200, stop_probability=0) as engine:
         prompts = with_ids(engine, tmp_path / "prompts.jsonl")
@@ -283,7 +301,9 @@ def test_side_data_survives_an_interruption(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("samples.jsonl.arrays/*"))) == len(LINES)
 
 
-async def test_failures_are_counted_and_shown_and_only_they_are_asked_for_again(tmp_path: Path) -> None:
+async def test_failures_are_counted_and_shown_and_only_they_are_asked_for_again(
+    rolled: RunBeside, tmp_path: Path
+) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     prompts.write_text("".join(f'{{"input_ids": [{first}, 6, 7]}}\n' for first in (1, 2, 3)), encoding="utf-8")
     whole = stream(event([10, 11], 2, "stop"), DONE)
@@ -308,7 +328,7 @@ async def test_failures_are_counted_and_shown_and_only_they_are_asked_for_again(
     assert [sample.tokens for sample in by_index(out).values()] == [[i, 6, 7, 10, 11] for i in (2, 3, 1)]
 
 
-async def test_an_engine_that_is_not_there_is_tried_so_often_and_told(tmp_path: Path) -> None:
+async def test_an_engine_that_is_not_there_is_tried_so_often_and_told(rollout: Run, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     prompts.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
     async with Replay() as engine:
@@ -319,7 +339,7 @@ async def test_an_engine_that_is_not_there_is_tried_so_often_and_told(tmp_path: 
     assert "1 failed: EngineError: no reply from" in done.stderr
 
 
-async def test_what_is_asked_for_is_what_the_options_say(tmp_path: Path) -> None:
+async def test_what_is_asked_for_is_what_the_options_say(rolled: RunBeside, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     prompts.write_text('{"prompt": "Hi"}\n', encoding="utf-8")
     async with Replay(stream(event([10], 1, "stop", logprobs=False), DONE)) as engine:
@@ -342,7 +362,7 @@ async def test_what_is_asked_for_is_what_the_options_say(tmp_path: Path) -> None
     assert (sample.metadata["sampling_params"], sample.rollout_log_probs) == (told, None)
 
 
-def test_a_budget_of_zero_is_a_run_without_a_request(tmp_path: Path) -> None:
+def test_a_budget_of_zero_is_a_run_without_a_request(rollout: Run, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     with Loopback() as engine:
         done = rollout(engine.url, ROOT / "examples" / "prompts.jsonl", out, "--max-new-tokens", "0")
@@ -378,15 +398,17 @@ async def test_a_tokenizer_makes_ids_of_texts_and_chats_and_tells_the_end(tmp_pa
         options = ("--tokenizer", "any", "--concurrency", "1")
         path = os.pathsep.join([str(tmp_path), *sys.path])
         done = await asyncio.to_thread(
-            rollout, engine.url, prompts, out, *options, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1"
-        )
+            subprocess.run, command(engine.url, prompts, out, *options),
+            env=environment(PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True,
+            timeout=SECONDS,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         ids = [request.json["input_ids"] for request in engine.generates]
     assert ids == [[1, *b"Hi"], list(b"<user>Ho<assistant>")]
     assert [sample.status for sample in read_samples(out)] == [Sample.Status.COMPLETED] * 2
 
 
-def test_images_of_prompts_are_sent_with_each_of_their_samples_or_refused(tmp_path: Path) -> None:
+def test_images_of_prompts_are_sent_with_each_of_their_samples_or_refused(rollout: Run, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     lines: list[dict[str, Any]] = [
         {"prompt": "a", "image_data": "http://there/a.png"},
@@ -442,7 +464,9 @@ def test_images_of_prompts_are_sent_with_each_of_their_samples_or_refused(tmp_pa
         (("--concurrency", "0"), "concurrency"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(options: tuple[str, ...], word: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused_in_one_line(
+    rollout: Run, options: tuple[str, ...], word: str, tmp_path: Path
+) -> None:
     examples = ROOT / "examples" / "prompts.jsonl"
     before = examples.read_bytes()
     done = rollout("http://127.0.0.1:9", examples, tmp_path / "samples.jsonl", *options)
@@ -453,7 +477,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(options: tuple[str, ...], wo
     assert [path for path in tmp_path.iterdir() if path.stat().st_size] == []
 
 
-def test_a_vllm_server_that_auto_has_found_out_is_not_asked_for_texts(tmp_path: Path) -> None:
+def test_a_vllm_server_that_auto_has_found_out_is_not_asked_for_texts(rollout: Run, tmp_path: Path) -> None:
     prompts, out = ROOT / "examples" / "prompts.jsonl", tmp_path / "samples.jsonl"
     with Loopback(engine="vllm") as engine:
         done = rollout(engine.url, prompts, out, "--engine", "auto")
@@ -464,7 +488,7 @@ def test_a_vllm_server_that_auto_has_found_out_is_not_asked_for_texts(tmp_path: 
         assert done.returncode == 0, done.stderr
 
 
-async def test_a_response_of_no_tokens_is_there_and_not_asked_for_again(tmp_path: Path) -> None:
+async def test_a_response_of_no_tokens_is_there_and_not_asked_for_again(rolled: RunBeside, tmp_path: Path) -> None:
     """verl-project/verl-omni#497: an answer that stops at once is an answer."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
     prompts.write_text('{"input_ids": [5, 6, 7]}\n', encoding="utf-8")

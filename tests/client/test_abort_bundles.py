@@ -176,9 +176,9 @@ async def test_an_abort_waits_for_its_post_while_others_are_answered(
         for name, requests in (("_PIPELINED", 64), ("_LISTED", 4), ("_SINGLE", 1)):
             monkeypatch.setattr(f"streamfold.client.abort_batches.{name}", Shape(posts=1, requests=requests))
         async with speech.client(server.url) as client:
-            await running(client, 40)
+            await running(client, 20)
             await client.abort_all()
-        assert open_at_post == [True] * 40
+        assert open_at_post == [True] * 20
 
 
 async def test_a_call_whose_stream_has_ended_waits_for_no_worker_and_none_is_posted_to_any_more(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Decorators run before pytest's options are there to be asked.
 SOAK = "--soak" in sys.argv or os.environ.get("STREAMFOLD_SOAK", "0") not in ("", "0")
 examples = settings(
-    max_examples=5_000 if SOAK else 60,
+    max_examples=5_000 if SOAK else 40,
     derandomize=not SOAK,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import html
 import os
 import re
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the site was built."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    built = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    """Where the site was built, once for all workers of pytest."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "site"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            build(folder)
     return folder
 
 
@@ -37,6 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(folder: Path) -> dict[str, str]:
     """The pages of the site, by their paths."""
     return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in html_files(folder)}
+
+
+def build(folder: Path) -> None:
+    """Build it without a warning; what fails leaves no folder."""
+    made = folder.with_suffix(f".{os.getpid()}")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(made)]
+    built = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    made.rename(folder)
 
 
 def html_files(folder: Path) -> list[Path]:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 BOTH_LOOPS = True
 
+pytestmark = pytest.mark.usefixtures("kept_briefly")
+
 
 @pytest.fixture(params=HOSTS)
 def newer(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -140,7 +140,13 @@ def test_groups_stay_in_flight_while_weights_change_and_finish_as_if_undisturbed
 @newer_and_older
 def test_groups_are_started_although_a_run_that_died_has_left_the_trainers_state_aborted(name: str, new: bool) -> None:
     with installed(name, new=new), loopback_engine(stop_probability=0) as engine:
-        args = streaming(engine, custom_generate_function_path=None, rollout_batch_size=2, rollout_max_response_len=5)
+        args = streaming(
+            engine,
+            custom_generate_function_path=None,
+            rollout_batch_size=2,
+            rollout_max_response_len=5,
+            streamfold_in_flight=8,
+        )
         state = GenerateState(args)
         state.aborted = True
         groups = given(args, 0, RolloutDataSourceWithBuffer(args))
@@ -397,7 +403,7 @@ from support.host.helpers import Scripted, nowhere
 from streamfold import slime
 
 contextlib.ExitStack().enter_context(keep := installed())  # to the end
-args = nowhere(custom_generate_function_path=Scripted())
+args = nowhere(custom_generate_function_path=Scripted(), streamfold_in_flight=8)
 source = slime.DataSource(args)
 assert slime.generate_rollout_async(args, 0, source).samples
 child = os.fork()

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -299,7 +300,7 @@ def test_a_file_that_is_refused_leaves_the_buffer_as_it_was(
 # Goes on from the file, if there is one, and saves for ever. Each step takes all and four more, is done with two, and
 # leaves one in flight, with which it is done after the save. It tells what it is going to save, and when that is done.
 CHILD = """
-import itertools, json, sys
+import itertools, json, os, sys
 from pathlib import Path
 from streamfold.rollout.buffer import Buffer
 from streamfold.samples.sample import Sample
@@ -308,7 +309,17 @@ def source():
     for index in itertools.count():
         yield [Sample(group_index=index, tokens=[index] * 500, rollout_log_probs=[-0.5] * 500)]
 
-path = Path(sys.argv[1])
+path, log = map(Path, sys.argv[1:])
+while sys.stdin.readline():  # a process for each line: an import takes a second
+    child = os.fork()
+    if not child:
+        break
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+else:
+    sys.exit()
+os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
 buffer = Buffer(source())
 if path.exists():
     buffer.load(path)
@@ -329,16 +340,21 @@ while True:
 """
 
 
-def killed(path: Path, log: Path, after: float) -> list[str]:
+def killed(starter: subprocess.Popen[str], log: Path, after: float) -> list[str]:
     """Let a child go on until it has saved once, and some seconds more; what it told until it was killed."""
-    with log.open("wb") as out, subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=out) as child:
-        try:
-            while b"saved" not in log.read_bytes():
-                assert child.poll() is None, "the child has failed: see above"
-                time.sleep(0.002)
-            time.sleep(after)
-        finally:
-            child.kill()
+    assert starter.stdin is not None
+    assert starter.stdout is not None
+    log.write_bytes(b"")
+    print(file=starter.stdin, flush=True)
+    child = int(starter.stdout.readline())
+    try:
+        while b"saved" not in log.read_bytes():
+            os.kill(child, 0)  # an error if it has failed
+            time.sleep(0.002)
+        time.sleep(after)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert starter.stdout.readline() == "ended\n"
     return log.read_text(encoding="utf-8").splitlines()
 
 
@@ -346,11 +362,20 @@ def killed(path: Path, log: Path, after: float) -> list[str]:
 def test_a_process_that_is_killed_leaves_its_last_save_or_the_one_it_was_at(seed: int, tmp_path: Path) -> None:
     path, log = tmp_path / "saved" / "buffer", tmp_path / "log"
     path.parent.mkdir()
-    chance = random.Random(seed)
+    command = [sys.executable, "-c", CHILD, str(path), str(log)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # one thread alone can be forked without a warning
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        check_kills(starter, path, log, random.Random(seed))
+
+
+def check_kills(starter: subprocess.Popen[str], path: Path, log: Path, chance: random.Random) -> None:
+    """Start, kill and look twenty times."""
     over: set[int] = set()  # handed to the trainer before what is in the file
     torn = 0
     for _ in range(20):
-        lines = killed(path, log, after=chance.uniform(0, 0.05))
+        lines = killed(starter, log, after=chance.uniform(0, 0.05))
         states = [json.loads(line) for line in lines if line != "saved"]
         saves = lines.count("saved")
         buffer = loaded(path)

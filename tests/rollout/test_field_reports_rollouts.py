@@ -208,6 +208,7 @@ async def test_generators_of_either_kind_side_by_side_are_ended_each_in_its_own_
             assert sample.status is Status.ABORTED
 
 
+@pytest.mark.usefixtures("kept_briefly")
 async def test_a_cancel_of_the_parent_reaches_every_call_and_nothing_is_tried_again() -> None:
     """jd/tenacity#529: a retry took the cancel for a failure that may pass."""
     async with nothing_left(), Replay(RUNNING) as server, Client(server.url, retries=SOON) as client:
