@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 _LISTED = Shape(posts=1, requests=512)  # one list of ids; what is asked for meanwhile goes into the next
 # A busy server takes turns between connections, and answers one request of each in its turn.
-_PIPELINED = Shape(posts=16, requests=32)
+_PIPELINED = Shape(posts=16, requests=16)
 _LEAST = 8  # in a row, rather than another connection
 _SINGLE = Shape(posts=32, requests=1)
 

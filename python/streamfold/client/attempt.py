@@ -103,11 +103,10 @@ class Attempt(Progress):
         self._control = control
         self._timeouts = request.timeouts
         self._notify_at = 0
-
         self._state = State.IDLE
         self._phase_of_call: CallPhase | None = None  # the last one that the owner was told of
         self._owner: AttemptOwner | None = None  # until it has no use for anything more
-        self._has_flag = False
+        self._has_flag = self._is_observed = False
         self._head: Head | None = None
         self._failure: Failure | None = None
         self._is_over = False  # nothing more is sent or read
@@ -116,7 +115,6 @@ class Attempt(Progress):
         self._is_finished = False  # the terminal event was received
         self._lacks_abort = False  # an abort ended the stream in another way than by a terminal event
         self._pending: PendingAbort | None = None  # the abort request, once it was asked for
-
         self._phase: _Phase | None = None
         self._deadlines = deadlines
         self._deadline = Deadline(deadlines, self._expired, self._look)  # of the phase
@@ -137,7 +135,7 @@ class Attempt(Progress):
         """Whether the connection is being opened."""
         return self._state is State.CONNECTING
 
-    def start(self, owner: AttemptOwner, *, fresh: bool, has_flag: bool) -> None:
+    def start(self, owner: AttemptOwner, *, fresh: bool, has_flag: bool, is_observed: bool = True) -> None:
         """Send the request and read the response to its end. Not after :meth:`abort`.
 
         Args:
@@ -145,8 +143,9 @@ class Attempt(Progress):
             fresh: whether to use a new connection only.
             has_flag: whether the owner looks at a flag of the host. Its ``check_abort`` is called right before the
                 request is sent, which does not leave if this is true, and again right after.
+            is_observed: whether the owner is told of phases.
         """
-        self._owner, self._has_flag = owner, has_flag
+        self._owner, self._has_flag, self._is_observed = owner, has_flag, is_observed
         self._note_start()
         try:
             self._exchange = self._driver.start(self._request.with_rid(self.rid, fresh=fresh), self._listen)
@@ -215,7 +214,8 @@ class Attempt(Progress):
     def _on(self, event: Event) -> None:
         """Make the transition that the table names."""
         self._state, actions = TABLE[self._state][event]
-        self._tell(PHASES.get(self._state))
+        if self._is_observed:
+            self._tell(PHASES.get(self._state))
         for action in actions:
             self._actions[action](self)
 

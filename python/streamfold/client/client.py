@@ -291,7 +291,8 @@ class Client:
         budget = engine.budget(sampling_params)
         self._warn_of_unknown(engine, sampling_params)
         payload = engine.payload(ids, sampling_params, options)
-        with_fields((), engine.headers(options.rid))  # a caller's id may be none that a header can hold
+        if named := engine.headers(options.rid):
+            with_fields((), named)  # a caller's id may be none that a header can hold
         return CallRequest(
             engine=engine,
             base_url=self._base_url,

@@ -302,7 +302,8 @@ class CallRunner:
 
     def _try(self, *, fresh: bool = False) -> None:
         self._unsettled += 1
-        self._attempt.start(self, fresh=fresh, has_flag=self._host_abort is not None)
+        is_observed = self._observation is not None
+        self._attempt.start(self, fresh=fresh, has_flag=self._host_abort is not None, is_observed=is_observed)
 
     def _watch_tokens(self) -> None:
         """Ask the try to tell when there are enough tokens for the next of those who wait."""
@@ -322,8 +323,9 @@ class CallRunner:
 
     def on_phase(self, phase: Phase) -> None:
         """The try has begun a phase."""
-        now = time.monotonic()
-        self._tell(phase, min(now, self._attempt.first_token_at) if phase == "tokens" else now)
+        if self._observation is not None:
+            now = time.monotonic()
+            self._observation.phase(self, phase, min(now, self._attempt.first_token_at) if phase == "tokens" else now)
 
     def _tell(self, phase: Phase, at: float) -> None:
         if self._observation is not None:

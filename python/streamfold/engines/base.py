@@ -185,6 +185,8 @@ class EngineSpec(ABC):
 
     def unknown_params(self, sampling_params: Mapping[str, Any]) -> list[str]:
         """Names of sampling parameters that are sent and that no supported release knows."""
+        if sampling_params.keys() <= self.known_params:
+            return []
         return [name for name in sampling_params if name not in self.known_params and name not in self.aliases]
 
     def budget(self, sampling_params: Mapping[str, Any]) -> int | None:
@@ -249,16 +251,16 @@ class EngineSpec(ABC):
 
     def side_data(self, sampling_params: Mapping[str, Any], asked: RequestOptions) -> tuple[str, ...]:
         """What a request asks for that a finished response must have, by the names of a generation's fields."""
-        extra = asked.extra or {}
-        is_asked = {
-            "routed_experts": asked.experts is not None,
-            "top_p": asked.top_p or asks_top_p(sampling_params),
-            "prompt_token_ids": asked.prompt_token_ids,
-        }
-        is_asked |= {name: True for key, name in _ASKED_BY_KEY.items() if extra.get(key)}
-        names = (name for name in _SIDE_DATA if is_asked.get(name))
-        # If sampling is not restricted, the engine has no top-p ids to send.
-        return tuple(name for name in names if name != "top_p" or restricts_sampling(sampling_params))
+        names = _asked_by_key(asked.extra)
+        if asked.experts is not None:
+            names.add("routed_experts")
+        if asked.prompt_token_ids:
+            names.add("prompt_token_ids")
+        if asked.top_p or asks_top_p(sampling_params):
+            names.add("top_p")
+        if "top_p" in names and not restricts_sampling(sampling_params):
+            names.remove("top_p")  # the engine has none to send
+        return tuple(name for name in _SIDE_DATA if name in names) if names else ()
 
     def lacking(self, name: str) -> str:
         """The end of a message that a response lacks side data: what it is called, and what it needs."""
@@ -309,12 +311,17 @@ class EngineSpec(ABC):
         return list(dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls if isinstance(url, str) and url))
 
 
+_FINITE: Final = frozenset({int, bool, str, type(None)})  # of most values; it takes longer to ask for an interface
+
+
 def check_finite(values: Mapping[str, Any], name: str = "sampling_params") -> dict[str, Any]:
     """Copy sampling parameters, or what ``name`` says; ValueError for a number that JSON would write as null.
 
     Lists are not looked into: they may be prompts of many thousand tokens.
     """
     for key, value in values.items():
+        if type(value) in _FINITE:
+            continue
         if isinstance(value, (float, np.floating)) and not math.isfinite(value):
             raise ValueError(f"{name}[{key!r}] is {value}: JSON has no such number")
         if isinstance(value, Mapping):
@@ -385,6 +392,10 @@ def restricts_sampling(params: Mapping[str, Any]) -> bool:
         or _or(params.get("min_p"), 0) > 0
         or params.get("temperature") == 0
     )
+
+
+def _asked_by_key(extra: Mapping[str, Any] | None) -> set[str]:
+    return {name for key, name in _ASKED_BY_KEY.items() if extra.get(key)} if extra else set()
 
 
 def asks_top_p(params: Mapping[str, Any]) -> bool:
