@@ -70,11 +70,9 @@ def rolled(rollout: Run) -> RunBeside:
 
 def interrupted(number: signal.Signals, when: Callable[[], bool], *arguments: Any) -> tuple[int, str, str]:
     """Run it, and send a signal once something is so."""
-    with subprocess.Popen(
-        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipe, deadline = subprocess.PIPE, time.monotonic() + SECONDS
+    with subprocess.Popen(command(*arguments), env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            deadline = time.monotonic() + SECONDS
             while not when():
                 assert process.poll() is None, process.communicate()
                 assert time.monotonic() < deadline, "it never came true"
@@ -88,8 +86,8 @@ def interrupted(number: signal.Signals, when: Callable[[], bool], *arguments: An
 
 def with_ids(engine: Loopback, path: Path, texts: Sequence[str] = LINES) -> Path:
     """A file of prompts with text and ids."""
-    lines = [{"prompt": text, "input_ids": engine.tokenizer.encode(text)} for text in texts]
-    path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
+    rows = ({"prompt": text, "input_ids": engine.tokenizer.encode(text)} for text in texts)
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
     return path
 
 

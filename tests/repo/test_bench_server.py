@@ -262,6 +262,7 @@ async def test_each_kind_of_measurement_gives_its_figures(kind: measure.Kind, mo
         "start": {"cpu", "wall"},
         "memory": {"waiting_bytes"},
     }
+    expected["sweeps"] = expected["stream"] | {"sweep_p99", "longest_sweep", "sweep_cpu"}
     expected["lag"] = expected["stream"] | {"lag_mean", "lag_p99"}
     tokens = {"abort": 3000, "start": 3, "blocked": 300}.get(kind, TOKENS)
     streams = len(RIDS) + (kind == "memory")
