@@ -236,7 +236,8 @@ def test_the_summary_says_how_many_texts_were_joined_without_a_tokenizer(has_tok
             for index, sample in by_index(out).items()
         }
         options += ["--tokenizer", "any"] * has_tokenizer
-        done = rollout(engine.url, prompts, out, *options, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+        told, environ = command(engine.url, prompts, out, *options), environment(PYTHONPATH=path)
+        done = subprocess.run(told, env=environ, capture_output=True, text=True, check=False, timeout=SECONDS)
         assert done.returncode == 0, done.stderr
     joined = [sample for sample in by_index(out).values() if "streamfold_text_joined" in sample.metadata]
     assert len(joined) == (0 if has_tokenizer else cut)
