@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     costs = run(curves, turns=turns, loop=options.loop)
     draw(costs, options.plot)
     command = shlex.join(["python", "-m", "benches.scale", *arguments])
-    heading = [*described(command), f"- {options.loop}, {turns} turns, evenly spread"]
+    heading = [*described(command), f"- {options.loop}; turns: {turns}; evenly spread"]
     text = "\n".join(section(costs, heading, options.plot.name)) + "\n"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(text, encoding="utf-8")

@@ -385,7 +385,8 @@ def main(arguments: Sequence[str]) -> None:
         seconds, turns = min(seconds, _QUICK_SECONDS), 1
     command = shlex.join(["python", "-m", "benches.transport", *arguments])
     results = list(run(rows, seconds=seconds, turns=turns))
-    text = "\n".join(section(results, [*described(command), f"- {turns} turns, streams of {seconds:g} s"])) + "\n"
+    heading = [*described(command), f"- turns: {turns}; streams of {seconds:g} s"]
+    text = "\n".join(section(results, heading)) + "\n"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(text, encoding="utf-8")
     print(text, end="")
