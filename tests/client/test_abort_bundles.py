@@ -7,12 +7,16 @@ import json
 import logging
 import time
 from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from streamfold import Client, Experts
-from streamfold.client.abort_batches import Shape
+from streamfold.client.abort_batches import AbortBatches, PendingAbort, Shape
+from streamfold.client.deadlines import Deadlines
+from streamfold.engines.detect import ENGINES as ENGINE_SPECS
 from streamfold.loopback import Loopback, Router
 from support.calls import abort_soon
 from support.carriers import HTTPX
@@ -218,6 +222,23 @@ async def test_a_call_whose_stream_has_ended_is_not_posted_at_all() -> None:
         generation = await call.abort()
         assert (generation.finish_reason, server.aborts) == ("stop", [])
         held.set()
+
+
+async def test_a_call_whose_stream_has_ended_does_not_count_as_one_that_was_not_posted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, requests = ENGINE_SPECS["sglang"], SimpleNamespace(pipelines=True)
+    parts: dict[str, Any] = {"engine": lambda: engine, "requests": requests, "deadlines": Deadlines(), "spawn": None}
+    batches = AbortBatches("http://engine", **parts)
+    answered: list[str] = []
+    aborts = [PendingAbort(rid, has_tokens=True, answered=partial(answered.append, rid)) for rid in "ab"]
+    PendingAbort.post_all(aborts, [batches])
+    aborts[0].finish()
+    assert answered == ["a"]
+    batches.drop("for a test")
+    assert answered == ["a", "b"]
+    assert "1 aborts were not posted: for a test" in caplog.text
+    assert batches.is_idle
 
 
 # Servers that do not answer a whole row.

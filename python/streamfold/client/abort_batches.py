@@ -50,7 +50,7 @@ class PendingAbort:
     Args:
         rid: the request id.
         has_tokens: whether the request has brought tokens. Otherwise it may not have reached the engine's queue.
-        answered: called once, in a later pass of the event loop: each worker has answered, failed, or is silent.
+        answered: called once: each worker has answered, failed, or is silent, or :meth:`finish` was called.
 
     Attributes:
         has_responded: whether headers were received, or never will be.
@@ -184,9 +184,9 @@ class AbortBatches:
 
     def drop(self, reason: str) -> None:
         """Post nothing more of what was asked for; the log says so."""
-        if self._queue:
-            self._warn(f"{len(self._queue)} aborts were not posted: {reason}")
-        dropped, self._queue = self._queue, deque()
+        dropped = self._next(len(self._queue))
+        if dropped:
+            self._warn(f"{len(dropped)} aborts were not posted: {reason}")
         for abort, _ in dropped:
             abort.leave(self)
         self._check_idle()
